@@ -1,4 +1,6 @@
-"""The record of an engine on disk: one small file, replaced atomically, and the order in which records are written.
+"""The record of an engine on disk: one small file, replaced atomically, written before any effect that depends on it.
+
+Also the locks that keep the sidecars of one host apart, and files that are whole after a power cut.
 
 A record is written at once where the machine must not go on without it, and by a thread of its own where it may: that a
 verified version waits for its commit, or that it is served, takes as long to make durable as the commit, and nothing
@@ -37,6 +39,8 @@ from .machine import (
 
 CLOSE_S: Final = 10.0
 _LOG: Final = get_log(__name__)
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+_NETWORK: Final = Path("/proc/self/ns/net")
 
 
 class StateFile:
@@ -154,8 +158,67 @@ class StateWriter:
             self._failure = (record, error)
 
 
-_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
-_NETWORK: Final = Path("/proc/self/ns/net")
+class EffectDispatcher:
+    """Gives events to one machine and carries its effects out in order. Drive it from one thread.
+
+    Owns no thread and no socket, so that the simulator runs this very class.
+    """
+
+    def __init__(
+        self,
+        machine: EngineMachine,
+        write: Callable[[StateRecord], None],
+        carry_out: Callable[[Effect], None],
+        post: Callable[[Event], None],
+        write_late: Callable[[StateRecord], None],
+    ) -> None:
+        """`write` makes a record durable or raises `OSError`; `post` gives back an event for the next turn.
+
+        `write_late` begins to write one that nothing depends on; should it fail, `lost` is to be told.
+        """
+        self.machine: Final = machine
+        self.unsaved: StateRecord | None = None
+        """A record that could not be written yet."""
+        self.problem = ""
+        """The reason; empty without one."""
+        self._write, self._carry_out, self._post, self._write_late = write, carry_out, post, write_late
+
+    def dispatch(self, event: Event, now: float) -> None:
+        """Hand `event` to the machine, check its invariants, carry out its effects."""
+        effects = self.machine.handle(event, now)
+        self.machine.check()
+        for effect in effects:
+            if isinstance(effect, Remember) and effect.late:
+                self._write_late(effect.record)
+            elif isinstance(effect, Remember):
+                self._remember(effect.record)
+            elif self.unsaved and isinstance(effect, RunOperation) and isinstance(effect.operation, Receive):
+                # After a crash the record would not tell that weights are mixed: the transfer does not begin.
+                self._post(Operated(effect.number, OperationFailed(self.problem)))
+            else:
+                self._carry_out(effect)
+
+    def lost(self, record: StateRecord, error: OSError) -> None:
+        """`record` could not be written late, and no newer one was since."""
+        self.unsaved = record
+        self.problem = f"the record cannot be written: {error.strerror or error}"
+
+    def retry(self) -> None:
+        """Try again to write a record that could not be written."""
+        if self.unsaved is not None:
+            self._remember(self.unsaved)
+
+    def _remember(self, record: StateRecord) -> None:
+        """Write it; if that is impossible, keep it for `retry`.
+
+        A record that stays behind is of a worse state than the true one, but for the one before a transfer.
+        """
+        try:
+            self._write(record)
+        except OSError as error:
+            self.lost(record, error)
+        else:
+            self.unsaved, self.problem = None, ""
 
 
 class LockHeld(Exception):
@@ -232,68 +295,3 @@ def write_fresh(path: Path, content: bytes) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return fresh
-
-
-class EffectDispatcher:
-    """Gives events to one machine and carries its effects out. Drive it from one thread."""
-
-    def __init__(
-        self,
-        machine: EngineMachine,
-        write: Callable[[StateRecord], None],
-        carry_out: Callable[[Effect], None],
-        post: Callable[[Event], None],
-        write_late: Callable[[StateRecord], None] | None = None,
-    ) -> None:
-        """`write` makes a record durable or raises `OSError`; `post` gives back an event for the next turn.
-
-        `write_late` begins to write one that nothing depends on; should it fail, `lost` is to be told.
-        """
-        self.machine: Final = machine
-        self.unsaved: StateRecord | None = None
-        """A record that could not be written yet."""
-        self.problem = ""
-        """The reason; empty without one."""
-        self._write = write
-        self._carry_out = carry_out
-        self._post = post
-        self._write_late = write_late
-
-    def dispatch(self, event: Event, now: float) -> None:
-        """Hand `event` to the machine, check its invariants, carry out its effects."""
-        effects = self.machine.handle(event, now)
-        self.machine.check()
-        for effect in effects:
-            if isinstance(effect, Remember) and effect.late and self._write_late is not None:
-                self._write_late(effect.record)
-            elif isinstance(effect, Remember):
-                self._remember(effect.record)
-            elif (
-                self.unsaved is not None and isinstance(effect, RunOperation) and isinstance(effect.operation, Receive)
-            ):
-                # After a crash the record would not tell that weights are mixed: the transfer does not begin.
-                self._post(Operated(effect.number, OperationFailed(self.problem)))
-            else:
-                self._carry_out(effect)
-
-    def lost(self, record: StateRecord, error: OSError) -> None:
-        """`record` could not be written late, and no newer one was since."""
-        self.unsaved = record
-        self.problem = f"the record cannot be written: {error.strerror or error}"
-
-    def retry(self) -> None:
-        """Try again to write a record that could not be written."""
-        if self.unsaved is not None:
-            self._remember(self.unsaved)
-
-    def _remember(self, record: StateRecord) -> None:
-        """Write it; if that is impossible, keep it for `retry`.
-
-        A record that stays behind is of a worse state than the true one, but for the one before a transfer.
-        """
-        try:
-            self._write(record)
-        except OSError as error:
-            return self.lost(record, error)
-        self.unsaved, self.problem = None, ""
-        return None

@@ -1,6 +1,7 @@
-"""Kinds of engines by name, and the function that connects to one: the only module that names an implementation.
+"""Kinds of engines by name, and how one is connected to: the only module that names an implementation.
 
-An implementation is imported when it is asked for. Another one is a line in `KINDS`, or a call of `register`.
+An implementation is imported when it is asked for. Another one is a line in `KINDS`, or a call of `register`. Settings
+are read with this module, so it imports no torch.
 """
 
 from __future__ import annotations

@@ -263,7 +263,12 @@ _AS_RECORDED: Final[Mapping[tuple[EngineHealth, bool], WeightState]] = {
 
 
 class RecordedState:
-    """Makes the records of one engine."""
+    """The record of one server as the machine sees it: its content on disk, and what is written there ahead of time.
+
+    Before the first byte of served weights changes, the record calls the server dirty. To write that takes as long as
+    to pause a server, so both happen at a time: while the server is being paused, the record already calls it dirty. If
+    no transfer follows, the record is of a worse state than the true one until it is written again.
+    """
 
     def __init__(self, record: StateRecord | None) -> None:
         """`record` is what an earlier sidecar left."""

@@ -525,7 +525,12 @@ _LOOK_S: Final = 10.0
 
 
 class WorkerHealth:
-    """Worker health of one server, over its process generations. Used from one thread."""
+    """Worker health of one server, over its process generations. Used from one thread.
+
+    A server of which a worker died or stalled answers no call that needs its workers, and a round would wait for such a
+    call, so it is not made: not to a process generation of which a worker has died, which the server takes seconds to
+    end over, and not to one of which a worker is stalled, before that worker reports again.
+    """
 
     def __init__(self, server: Engine) -> None:
         self._server = server

@@ -4,8 +4,8 @@ Every operation on a tensor that is followed comes to `Tracer.dispatch`. Views a
 Movements are noted, calculations end the trail, and reading a value raises `ReadsValues`. An operation on other tensors
 is none of our business and is carried out.
 
-Two things torch does not report: what threads of the loader's own do, and what is done with a tensor's address. Neither
-happens while a loader is traced (dispatch_mode.py).
+Three things torch does not report: what threads of the loader's own do, what is done with a tensor's address, and what
+is decided by a number. The guards below refuse or note them while a loader is traced.
 """
 
 from __future__ import annotations
@@ -570,12 +570,6 @@ def in_one_thread() -> Generator[None]:
 
     One thread at a time: the classes that are changed belong to the process.
     """
-    with _ALONE, _here():
-        yield
-
-
-@contextlib.contextmanager
-def _here() -> Generator[None]:
     mine = threading.get_ident()
     submit, start = ThreadPoolExecutor.submit, threading.Thread.start
 
@@ -594,7 +588,8 @@ def _here() -> Generator[None]:
             raise RuntimeError(f"the loader starts a thread {thread.name!r}, in which nothing could be followed")
         start(thread)
 
-    with mock.patch.object(ThreadPoolExecutor, "submit", run), mock.patch.object(threading.Thread, "start", refuse):
+    pools, threads = (ThreadPoolExecutor, "submit", run), (threading.Thread, "start", refuse)
+    with _ALONE, mock.patch.object(*pools), mock.patch.object(*threads):
         yield
 
 
@@ -616,7 +611,11 @@ class _DeviceMemory:
 
 
 class PhantomTensors:
-    """Makes phantom tensors, on one device. Grows to the largest one: address space on a CPU, memory on a GPU.
+    """Makes tensors of one device with a shape and a storage of their own, and no memory: all lie in the same pages.
+
+    A loader can look at everything but their values, and a storage's identity follows every view. What is written to
+    one overwrites the others, so every operation on them is intercepted. Grows to the largest one: address space on a
+    CPU, memory on a GPU.
 
     What was made before it grew keeps the smaller memory, so `reserve` the largest first.
     """

@@ -1,6 +1,14 @@
 """Origin of the contents of each memory while a loader runs: a source, a constant, or a calculation.
 
 Torch is used for dtypes and storages only; dispatch_mode.py turns operations into calls here.
+
+Memory is flat and counted in elements. A `SourceWindow` is a strided view of it, and a `Move` two windows of one shape:
+element by element the same values, `here` in the memory that was written and `there` where they came from.
+
+Views are followed through any number of memories by writing positions as digits: if every stride that occurs divides
+the next larger one, a position is a number in a mixed radix, a window that no addition carries over is a box of digits,
+and boxes intersect digit by digit. Windows that carry are cut until they do not. Strides that do not divide one another
+raise `Scattered`; nothing is ever approximated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State of a worker from round to round, for one model: load trace, reshard plan, and the memory that both refer to."""
+"""State of a worker from round to round, for one model: load trace, reshard plan, digest report, and their memory."""
 
 from __future__ import annotations
 
@@ -378,7 +378,11 @@ def _made(plan: wire.InstallPlan, exports: Sequence[wire.Exports]) -> dict[int, 
 
 
 class DigestReport:
-    """The report on one model, for as long as its tensors stay where they are."""
+    """The digest report on one model's live parameters: tables bound to its memory, which outlive plans and versions.
+
+    Binding takes a while on a GPU, and the first digest of a process longer still: its kernels are loaded. Both depend
+    on the load trace alone, and are done ahead of the first version where there is time for it (prerecording.py).
+    """
 
     def __init__(self, asked: wire.Prove, held: ModelTensors, names: Sequence[str], engine: CopyEngine) -> None:
         """`names` are those of the tensors that `held` has. Raises `ManifestError`."""

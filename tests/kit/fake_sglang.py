@@ -310,7 +310,7 @@ class FakeSGLang:
                 time.sleep(self.token_s)
         meta: dict[str, Any] = {"weight_version": self.label, "completion_tokens": len(tokens)}
         meta["finish_reason"] = {"type": "length" if len(tokens) == wanted else "abort"}
-        if self.dialect.spans:
+        if self.version >= "0.5.19":
             meta["weight_versions"] = spans
         return {"output_ids": tokens, "meta_info": meta}
 

@@ -515,8 +515,8 @@ MUTATIONS: Final = (
         "transfers-though-the-record-is-not-written",
         "no-mixed-tokens",
         "engine_agent/state_file.py",
-        "                self.unsaved is not None and isinstance(effect, RunOperation)",
-        "                False and isinstance(effect, RunOperation)",
+        "            elif self.unsaved and isinstance(effect, RunOperation)",
+        "            elif False and isinstance(effect, RunOperation)",
     ),
     _m(
         "trainer-believes-the-end-of-an-earlier-round",

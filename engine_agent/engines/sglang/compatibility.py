@@ -1,7 +1,8 @@
-"""Whether a manifest fits a server, decided before the server hears of a round. Pure.
+"""Whether a server of this version, launched in this way, can take a manifest. Decided before it hears of a round.
 
 There is no second chance: SGLang exits on a wrong shape or a misaligned bucket, and answers "success" to unknown names,
-to half of a model and to the wrong dtype. So a manifest that is not known to be right is refused here.
+to half of a model and to the wrong dtype. A wrong guess about a version of its interface can end the server or leave it
+with half of the weights. So a version or a manifest that is not known to be right is refused here.
 """
 
 from __future__ import annotations
@@ -26,6 +27,68 @@ from .server_identity import ServerFacts
 
 _SHOWN: Final = 4
 """Names of tensors in a message."""
+_CPU: Final = Path("/proc/cpuinfo")
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+_LLAMA: Final = "LlamaForCausalLM"
+_SERVE_BLOCKS: Final = (
+    "serve a checkpoint in fp8 blocks (weight_block_size), or the plain one with no --quantization, which any transport"
+    " updates"
+)
+Release = tuple[int, int, int]
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    """How the versions of SGLang's HTTP interface from `first` to `last`, both included, differ from others.
+
+    Read from the wheels 0.5.11 to 0.5.23. Names, methods and required fields of every endpoint that the agent uses are
+    equal in that range, and unknown JSON fields are ignored throughout.
+    """
+
+    name: str
+    first: Release
+    last: Release
+    sessions: bool = False
+    """begin_weight_update must come before tensors and end_weight_update after; without a session they get 400."""
+    checksums: bool = True
+    """weights_checker knows the action ``checksum``."""
+    cpu_checksums: bool = False
+    """... and it works where there is no GPU."""
+
+
+DIALECTS: Final = (
+    Dialect("0.5.11", (0, 5, 11), (0, 5, 11), checksums=False),
+    Dialect("0.5.12", (0, 5, 12), (0, 5, 20)),
+    Dialect("0.5.21", (0, 5, 21), (0, 5, 22), sessions=True),
+    Dialect("0.5.23", (0, 5, 23), (0, 5, 23), sessions=True, cpu_checksums=True),
+)
+_KNOWN: Final = "0.5.11 to 0.5.23"
+_RELEASE: Final = re.compile(r"^(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?$")
+
+
+class UnknownDialect(EngineAgentError):
+    """The server speaks a version of SGLang's HTTP interface that was never checked."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(
+            f"SGLang {version!r} is not a version this agent knows ({_KNOWN}): run one of those, or name the nearest "
+            "with --dialect after trying a round on a server that nobody uses"
+        )
+
+
+def dialect_of(version: str, override: str = "") -> Dialect:
+    """The dialect that `version` speaks, or the one named `override`. Raises `UnknownDialect`.
+
+    Post releases speak as their release does. Development builds (``0.5.23.dev7``, ``+g1a2b``) are unknown: their
+    number does not tell what is in them.
+    """
+    wanted = override or version
+    found = _RELEASE.match(wanted)
+    if found:
+        release = (int(found[1]), int(found[2]), int(found[3]))
+        for dialect in DIALECTS:
+            if dialect.first <= release <= dialect.last:
+                return dialect
+    raise UnknownDialect(wanted)
 
 
 def transports_of(facts: ServerFacts) -> tuple[str, ...]:
@@ -190,18 +253,22 @@ def _some(names: Iterable[str]) -> str:
     return f"{len(ordered)} tensors ({', '.join(ordered[:_SHOWN])}{more})"
 
 
-_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
-_LLAMA: Final = "LlamaForCausalLM"
-_SERVE_BLOCKS: Final = (
-    "serve a checkpoint in fp8 blocks (weight_block_size), or the plain one with no --quantization, which any transport"
-    " updates"
-)
-
-
 def objections(
     quantization: Quantization | None, names: Iterable[str], facts: ServerFacts, dialect: Dialect
 ) -> Iterator[str]:
-    """Objections to updating a server of such a checkpoint, whose tensors have these names."""
+    """Objections to updating a server of a quantized checkpoint, whose tensors have these names.
+
+    A server loads every update through the loader that its launch used. That works as long as the live parameters still
+    have the checkpoint's layout, or SGLang can give it back (begin_weight_update). Read from SGLang 0.5.11 to 0.5.23:
+
+        fp8 in blocks           stays as it was loaded on Hopper; scales are packed anew at a session's end elsewhere
+        fp8 by tensor, channel  transposed, and put into new parameters without a loader
+        mxfp8                   scales are swizzled, and not given back
+        int4, experts           repacked for Marlin; given back at the beginning of a session
+        int4, other layers      repacked for Marlin, and not given back
+        anything on a CPU       packed for AMX, and not given back
+        Llama, fp8 in blocks    its loader takes ``weight_scale_inv`` for ``weight_scale``, finds none, and goes on
+    """
     asked = facts.quantization.replace("_", "-")
     if quantization is None:
         if asked:
@@ -243,11 +310,8 @@ def _reason(scheme: Scheme, packed: Iterable[str], dialect: Dialect) -> str:
     return ""
 
 
-_CPU: Final = Path("/proc/cpuinfo")
-
-
 def refusals(facts: ServerFacts, dialect: Dialect, checkpoint: Path) -> Iterator[str]:
-    """Why `Prepare` will refuse every version, as far as the files in `checkpoint` tell."""
+    """Why `Prepare` will refuse every version, as far as the files in `checkpoint` tell when the sidecar joins."""
     try:
         expected = checkpoint_spec.expected(checkpoint)
     except (UnfitManifest, OSError, ValueError) as error:
@@ -266,116 +330,3 @@ def prerecording_objection(facts: ServerFacts, dialect: Dialect, expected: Expec
             " that were not would be laid out twice"
         )
     return ""
-
-
-Release = tuple[int, int, int]
-
-
-class Dialect(msgspec.Struct, frozen=True):
-    """The versions from `first` to `last`, both included."""
-
-    name: str
-    first: Release
-    last: Release
-    sessions: bool
-    """begin_weight_update must come before tensors and end_weight_update after; without a session they get 400."""
-    exact_unpickler: bool
-    """Payload classes are allowed by exact name. Before, by prefix: any client of the endpoint could run code."""
-    checksums: bool
-    """weights_checker knows the action ``checksum``."""
-    cpu_checksums: bool
-    """... and it works where there is no GPU."""
-    spans: bool
-    """Answers carry ``weight_versions``: which token was made by which version."""
-    in_place_flush_kills: bool
-    """An update with flush_cache while requests are frozen ends the server, not only the call."""
-
-
-DIALECTS: Final = (
-    Dialect(
-        name="0.5.11",
-        first=(0, 5, 11),
-        last=(0, 5, 11),
-        sessions=False,
-        exact_unpickler=False,
-        checksums=False,
-        cpu_checksums=False,
-        spans=False,
-        in_place_flush_kills=True,
-    ),
-    Dialect(
-        name="0.5.12",
-        first=(0, 5, 12),
-        last=(0, 5, 18),
-        sessions=False,
-        exact_unpickler=False,
-        checksums=True,
-        cpu_checksums=False,
-        spans=False,
-        in_place_flush_kills=True,
-    ),
-    Dialect(
-        name="0.5.19",
-        first=(0, 5, 19),
-        last=(0, 5, 20),
-        sessions=False,
-        exact_unpickler=False,
-        checksums=True,
-        cpu_checksums=False,
-        spans=True,
-        in_place_flush_kills=True,
-    ),
-    Dialect(
-        name="0.5.21",
-        first=(0, 5, 21),
-        last=(0, 5, 22),
-        sessions=True,
-        exact_unpickler=True,
-        checksums=True,
-        cpu_checksums=False,
-        spans=True,
-        in_place_flush_kills=True,
-    ),
-    Dialect(
-        name="0.5.23",
-        first=(0, 5, 23),
-        last=(0, 5, 23),
-        sessions=True,
-        exact_unpickler=True,
-        checksums=True,
-        cpu_checksums=True,
-        spans=True,
-        in_place_flush_kills=False,
-    ),
-)
-KNOWN: Final = "0.5.11 to 0.5.23"
-
-
-class UnknownDialect(EngineAgentError):
-    """The server speaks a version of SGLang's HTTP interface that was never checked."""
-
-    def __init__(self, version: str, known: str) -> None:
-        self.version = version
-        super().__init__(
-            f"SGLang {version!r} is not a version this agent knows ({known}): run one of those, or name the nearest "
-            "with --dialect after trying a round on a server that nobody uses"
-        )
-
-
-_RELEASE: Final = re.compile(r"^(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?$")
-
-
-def dialect_of(version: str, override: str = "") -> Dialect:
-    """The dialect that `version` speaks, or the one named `override`. Raises `UnknownDialect`.
-
-    Post releases speak as their release does. Development builds (``0.5.23.dev7``, ``+g1a2b``) are unknown: their
-    number does not tell what is in them.
-    """
-    wanted = override or version
-    found = _RELEASE.match(wanted)
-    if found:
-        release = (int(found[1]), int(found[2]), int(found[3]))
-        for dialect in DIALECTS:
-            if dialect.first <= release <= dialect.last:
-                return dialect
-    raise UnknownDialect(wanted, KNOWN)

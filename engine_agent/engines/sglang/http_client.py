@@ -185,7 +185,11 @@ class _Budget(threading.local):
 
 
 class TimedNetwork(httpcore.SyncBackend):
-    """Knows the connections that it makes."""
+    """Makes connections on which a call ends at its deadline as a whole, and takes no more than so many bytes.
+
+    The timeouts of httpcore are for each read and each write: a peer that sends a byte now and then outlives them. A
+    call is made by one thread from its beginning to its end, so its remaining time is kept with the thread.
+    """
 
     def __init__(self) -> None:
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()

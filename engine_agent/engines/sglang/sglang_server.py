@@ -557,7 +557,15 @@ class _Released(msgspec.Struct, frozen=True):
 
 
 class MemoryOccupation:
-    """The released memory of one server. Used by the thread that calls the server."""
+    """The released GPU memory of one server, by its tags. Used by the thread that calls the server.
+
+    SGLang does not report what it has released, and ends when it is asked to resume something twice. So a release is
+    written to disk before the server is asked, by launch; another launch has all of its memory.
+
+    Resumed memory has undefined content, so a server that has released its weights gets another identity: facts about
+    the one before, its committed version above all, do not hold of it. Then the rule for every server that is launched
+    again applies: it generates nothing until a version was received, verified and committed.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         """Kept in the file `path`; in memory alone without one. Raises `StateUnreadable`."""

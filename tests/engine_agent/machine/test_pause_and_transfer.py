@@ -152,7 +152,7 @@ def test_nothing_is_taken_while_the_record_cannot_be_written() -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    dispatcher = EffectDispatcher(world.machine, write, begun.append, posted.append)
+    dispatcher = EffectDispatcher(world.machine, write, begun.append, posted.append, write)
     for told in (world.pause_message(), world.transfer_message()):
         dispatcher.dispatch(Commanded(told), world.now)
     dispatcher.dispatch(Operated(2, OperationDone()), world.now)
