@@ -33,6 +33,7 @@ import model  # noqa: E402
 import torch  # noqa: E402
 
 from tests.kit.fake_sglang import FakeSGLang  # noqa: E402
+from tests.kit.flat_module import FlatModule  # noqa: E402
 from tests.kit.ports import free_port  # noqa: E402
 
 STEADY_AFTER = 3
@@ -43,30 +44,13 @@ START_S = 60.0
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-class Served(torch.nn.Module):
-    """The checkpoint's tensors, loaded by name."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.byname = {
-            name: torch.nn.Parameter(torch.zeros_like(tensor), requires_grad=False) for name, tensor in tensors.items()
-        }
-        for number, parameter in enumerate(self.byname.values()):
-            self.register_parameter(f"p{number}", parameter)
-
-    def load_weights(self, weights: Any) -> None:
-        """As SGLang's models do it."""
-        for name, tensor in weights:
-            self.byname[name].data.copy_(tensor)
-
-
 class NotingServer(FakeSGLang):
     """Says when each call came and went."""
 
     def __init__(self, checkpoint: Path, version: str, hop_s: float) -> None:
         super().__init__(checkpoint, version)
         self.hop_s = hop_s
-        self.model = Served(model.weights(checkpoint, model.LAUNCH))
+        self.model = FlatModule(model.weights(checkpoint, model.LAUNCH))
 
     def server_info(self, body: dict[str, Any]) -> dict[str, Any]:
         """It has our loader."""
@@ -156,7 +140,7 @@ def run(rounds: int, folder: Path, release: str, hop_ms: float) -> dict[str, Any
             *weightbus, "engine-agent", *sidecar, f"--state-dir={folder / 'state'}", f"--runtime-dir={folder / 'run'}"
         )
         wait("the engine", lambda: ready(status))
-        module = trained(model.weights(checkpoint, 1))
+        module = FlatModule(model.weights(checkpoint, 1))
         agent = TrainerAgent.connect(
             HFModuleSource(module, model="Qwen3ForCausalLM"),
             channel="bench", coordinator=f"tcp://127.0.0.1:{bus}", transport=("direct",), insecure_loopback=True,
@@ -210,13 +194,6 @@ def taken_apart(notes: list[tuple[str, float, float]]) -> list[dict[str, float]]
 def milliseconds(values: Any) -> float:
     """The median."""
     return round(1000 * statistics.median(values), 3)
-
-
-def trained(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module whose parameters have these names."""
-    from trainer import build
-
-    return build(tensors)
 
 
 def noted(path: Path) -> list[tuple[str, float, float]]:

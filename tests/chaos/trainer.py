@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import model
+import model  # which makes the tests importable
 
+from tests.kit.flat_module import FlatModule
 from weightbus.control.protocol.messages import RefusalCode
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.machine.errors import AgentClosed, ConnectFailed, PublishFailed
@@ -38,16 +39,7 @@ OLDER = 3
 
 def build(tensors: dict[str, torch.Tensor]) -> nn.Module:
     """A module whose parameters have these names."""
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, leaf = name.split(".")
-        where = root
-        for part in path:
-            if part not in dict(where.named_children()):
-                where.add_module(part, nn.Module())
-            where = where.get_submodule(part)
-        where.register_parameter(leaf, nn.Parameter(tensor.clone(), requires_grad=False))
-    return root
+    return FlatModule({name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def shard(module: nn.Module) -> nn.Module:

@@ -152,10 +152,6 @@ class Fleet:
         if number == signal.SIGKILL:
             process.wait(120)
 
-    def signal_worker(self, program: str, number: int) -> None:
-        """Signal one of a server's workers that leads nothing."""
-        os.kill(max(self.workers(program)), number)
-
     def workers(self, program: str) -> list[int]:
         """Process ids of a server's workers."""
         group, workers = self._running[program].process.pid, []

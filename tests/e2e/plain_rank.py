@@ -13,30 +13,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.kit.flat_module import FlatModule
 from weightbus.dataplane.transports.direct.sender import DirectSender
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 
-class FlatModule(torch.nn.Module):
-    """The parameters of a checkpoint under their names."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        for name, tensor in load_file(folder / "model.safetensors").items():
-            owner: torch.nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    owner.add_module(part, torch.nn.Module())
-                owner = getattr(owner, part)
-            owner.register_parameter(last, torch.nn.Parameter(tensor))
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """A training step: other values in the same memory."""
-        for name, tensor in load_file(folder / "model.safetensors").items():
-            self.get_parameter(name).copy_(tensor)
+def read(folder: Path, seed: int | str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint."""
+    return load_file(folder / f"seed{seed}" / "model.safetensors")
 
 
 def hold(*_: object) -> None:
@@ -51,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if how:
         DirectSender.ready = hold  # type: ignore[method-assign]
-    source = HFModuleSource(FlatModule(Path(folder) / f"seed{seed}"), model="Qwen3ForCausalLM")
+    source = HFModuleSource(FlatModule(read(Path(folder), seed)), model="Qwen3ForCausalLM")
     with TrainerAgent.connect(
         source,
         channel="e2e",

@@ -38,6 +38,54 @@ class Rank(Protocol):
         ...
 
 
+class ConnectedRank:
+    """A rank with an agent, used again unless the transport is another one or ``"fresh": true`` is asked for."""
+
+    bucket_bytes: int
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.folder = Path(job["folder"])
+        self._job, self._transport = job, ""
+        self._agent: Any = None
+
+    def load(self, seed: int) -> None:
+        """Take the weights of a checkpoint."""
+        raise NotImplementedError
+
+    def source(self) -> Any:
+        """The source of the agent; the same one each time."""
+        raise NotImplementedError
+
+    def publish(self, asked: dict[str, Any]) -> object:
+        """One version: its report, or ``{"error": ..}``."""
+        import msgspec
+
+        self.load(asked["seed"])
+        try:
+            return msgspec.to_builtins(self._connected(asked).publish(asked["version"]))
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _connected(self, asked: dict[str, Any]) -> Any:
+        from weightbus.trainer_agent import TrainerAgent
+
+        if self._agent is not None and (asked.get("fresh") or asked["transport"] != self._transport):
+            self._agent.close()
+            self._agent = None
+        if self._agent is None:
+            self._transport = asked["transport"]
+            self._agent = TrainerAgent.connect(
+                self.source(),
+                channel="e2e",
+                coordinator=self._job["coordinator"],
+                transport=(self._transport,),
+                bucket_bytes=self.bucket_bytes,
+                keys=Path(self._job["keys"]),
+                environ={},
+            )
+        return self._agent
+
+
 def say(**answer: object) -> None:
     """One line to whoever starts ranks."""
     os.write(ANSWERS, json.dumps(answer).encode() + b"\n")

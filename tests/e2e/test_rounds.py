@@ -7,9 +7,7 @@ checkpoint that the trainer was filled from.
 from __future__ import annotations
 
 import itertools
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,10 @@ from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo.child_processes import Programs
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
+from ..kit.flat_module import FlatModule
 from .fleet import Fleet, poll
 from .models import Answers, ask_oracle, check_answers, write_checkpoints
-from .plain_rank import FlatModule
+from .plain_rank import read
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
@@ -170,7 +169,7 @@ def test_a_restarted_coordinator_knows_what_was_committed(fleet: Fleet) -> None:
 @pytest.fixture(scope="class")
 def module(checkpoints: Path) -> FlatModule:
     """What is trained: the parameters of a checkpoint."""
-    return FlatModule(checkpoints / "seed0")
+    return FlatModule(read(checkpoints, 0))
 
 
 @pytest.fixture(scope="class")
@@ -200,7 +199,7 @@ class TestDirect:
 
         The oracles are the stock path's: transformers' tokens, and SGLang's own checksum of the live weights.
         """
-        module.load(fleet.folder / f"seed{seed}")
+        module.load_weights(read(fleet.folder, seed).items())
 
         report = agent.publish(version)
 
@@ -277,59 +276,6 @@ def test_an_engine_lost_before_it_connects_is_not_waited_for(
     assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
     fleet.wait_ready("one", "two")
     _serves(fleet, "two", expected[seed], str(version + 1))
-
-
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-BACK_S = 60.0
-
-
-@pytest.mark.parametrize(
-    ("turn", "victim", "number"),
-    [(2, "sidecar-two", KILL), (2, "server-two", STOP), (1, "server-one", KILL), (3, "sidecar-one", STOP)],
-)
-def test_one_engine_less_in_the_middle_of_sends(
-    fleet: Fleet, expected: dict[int, Answers], turn: int, victim: str, number: int
-) -> None:
-    """The other one takes the version in a group without it, at the default of one re-drive; it comes back verified."""
-    kind, name = victim.split("-")
-    other = {"one": "two", "two": "one"}[name]
-    if fleet.channel()["committed"] is None:  # alone
-        fleet.publish(1, 1, "sends")
-        assert set(_outcomes(fleet.answer()).values()) == {"committed"}
-        fleet.wait_ready("one", "two")
-    version = fleet.channel()["committed"]["version"] + 1
-    seed = version % SEEDS
-    fleet.publish(version, seed, "sends", hold_turn=turn)
-    assert fleet.answer() == {"held": turn}
-    strike = fleet.kill if kind == "sidecar" else fleet.signal_worker
-    strike(victim, number)
-    fleet.tell("go on")
-    outcomes = _outcomes(fleet.answer())
-    assert outcomes[other] == "committed"
-    assert outcomes[name] in {"lost", "quarantined"}
-    _serves(fleet, other, expected[seed], str(version))
-    fleet.wait_ready(other)
-
-    if number == STOP:
-        strike(victim, signal.SIGCONT)
-    else:
-        fleet.end(victim)  # the rest of a server whose worker died
-        if kind == "server":
-            poll("its sidecar to notice", lambda: not fleet.sidecar(name)["engine"]["up"])
-        (fleet.start_sidecar if kind == "sidecar" else fleet.start_server)(name)
-    poll("the victim", lambda: fleet.sidecar(name)["connected"] and fleet.sidecar(name)["engine"]["up"])
-    assert fleet.engines[name].url not in fleet.channel()["ready"]
-    until = time.monotonic() + BACK_S
-    for again in itertools.count(version + 1):
-        fleet.publish(again, seed, "sends")
-        outcomes = _outcomes(fleet.answer())
-        assert outcomes[other] == "committed"
-        if outcomes.get(name) == "committed":
-            break  # who goes on takes a moment to say so, and a server that is new has its loader recorded first
-        assert time.monotonic() < until, outcomes
-        time.sleep(1)
-    fleet.wait_ready("one", "two")
-    _serves(fleet, name, expected[seed], str(again))
 
 
 class Client(threading.Thread):

@@ -1,7 +1,6 @@
 """One rank of a real two-rank Megatron trainer that a test drives: commands on rank 0's stdin, answers on its stdout.
 
     {"seed": 3, "version": 7, "transport": "local", "bucket_bytes": 65536, "hold_at": 2}
-    {"seed": 3, "version": 8, "transport": "sends", "hold_turn": 2}
 
 loads the checkpoint of `seed` into the ranks, publishes it as `version` and answers with the report as one line of
 JSON; with `again`, it publishes so many versions more by the same agent. The transport ``any`` is whatever suits each
@@ -9,9 +8,8 @@ engine. The ranks are tensor-parallel, or with ``STAGES=2`` a pipeline.
 
 With `hold_at`, the sender stops before that bucket (0: before it opens, when all engines are paused), says
 ``{"held": 2}`` and goes on at the next line on stdin: a test then has all the time it needs to kill something in the
-middle of a transfer. With `hold_turn` rank 0 does the same before it sends that turn, and turns are small. With
-`hold_source` the second stage stops for good before it broadcasts that bucket of its own, and writes the file
-``source-held``.
+middle of a transfer. With `hold_source` the second stage stops for good before it broadcasts that bucket of its own,
+and writes the file ``source-held``.
 """
 
 from __future__ import annotations
@@ -38,15 +36,10 @@ from megatron.core import parallel_state
 
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.distributed.source_rank import SourceSession
-from weightbus.dataplane.transports.sends import sender as sends
-from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo import megatron_learner as model, toy_task as task
 from weightbus.trainer_agent.publish.driver import Progress
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
-
-SMALL_TURNS = 1 << 14
-"""Bytes for a pair of ranks in a turn, so that tiny models take several."""
 
 
 def command() -> dict[str, Any] | None:
@@ -78,26 +71,6 @@ def hold(at: int) -> Any:
 
 
 @contextlib.contextmanager
-def held(turn: int) -> Iterator[None]:
-    """Rank 0 waits for the test before it sends turn number `turn`, once."""
-    plain, pair_bytes = P2PGroup.post, sends.pair_bytes_for
-    turns = itertools.count(1)
-
-    def post(group: P2PGroup, given: Any, taken: Any) -> Any:
-        if given and dist.get_rank() == 0 and next(turns) == turn:
-            say({"held": turn})
-            sys.stdin.readline()
-        return plain(group, given, taken)
-
-    P2PGroup.post = post  # type: ignore[method-assign]
-    sends.pair_bytes_for = lambda *_: SMALL_TURNS
-    try:
-        yield
-    finally:
-        P2PGroup.post, sends.pair_bytes_for = plain, pair_bytes  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
 def source_held(place: int, folder: Path) -> Iterator[None]:
     """The second stage waits before it broadcasts bucket `place` of its own, for good."""
     plain = SourceSession._broadcast
@@ -123,7 +96,6 @@ def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) 
     source = MegatronSource(policy, hf_config=folder / "seed0", timeout_s=180)
     try:
         with (
-            held(asked["hold_turn"]) if "hold_turn" in asked else contextlib.nullcontext(),
             source_held(asked["hold_source"], folder) if "hold_source" in asked else contextlib.nullcontext(),
             TrainerAgent.connect(
                 source,

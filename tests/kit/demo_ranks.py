@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from exporting import export
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
-from megatron_ranks import export
 
 from weightbus.trainer_agent.demo import toy_task as task
 from weightbus.trainer_agent.demo.commands import TrainerKind

@@ -21,3 +21,12 @@ def export(source: Source, bucket_bytes: int) -> dict[str, torch.Tensor]:
         for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
             tensors[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
     return tensors
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names that are not in both, or not bit for bit the same."""
+    return sorted(
+        name
+        for name in found.keys() | expected.keys()
+        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
+    )

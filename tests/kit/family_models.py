@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tiny_families import FAMILIES, PADDED_VOCABULARY, Layout
+import torch.distributed as dist
+from tiny_families import FAMILIES, PADDED_VOCABULARY, VOCABULARY, Layout
 from torch import nn
 
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
@@ -414,3 +415,32 @@ def _delta(hf: Mapping[str, Any], qkvz: torch.Tensor, ba: torch.Tensor) -> torch
     q, k, v, z = qkvz.view(keys, -1, qkvz.shape[1]).split([key, key, value, value], 1)
     b, a = ba.view(keys, -1, ba.shape[1]).split([each, each], 1)
     return torch.cat([part.reshape(-1, qkvz.shape[1]) for part in (q, k, v, z, b, a)])
+
+
+@torch.no_grad()
+def logits(chunks: Sequence[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
+    """The whole model's logits, on every rank of the last stage; elsewhere an empty tensor."""
+    from megatron.core import parallel_state as state
+
+    stages, stage = state.get_pipeline_model_parallel_world_size(), state.get_pipeline_model_parallel_rank()
+    line = dist.get_process_group_ranks(state.get_pipeline_model_parallel_group())
+    batch, length = tokens.shape
+    positions = torch.arange(length).expand(batch, length)
+    hidden: torch.Tensor | None = None
+    for step in range(len(chunks) * stages):
+        if step % stages != stage:
+            continue
+        chunk = chunks[step // stages]
+        if step > 0 and stages > 1:
+            hidden = torch.empty(length, batch, chunk.config.hidden_size)
+            dist.recv(hidden, src=line[(step - 1) % stages])
+        if step > 0:
+            chunk.set_input_tensor(hidden)
+        hidden = chunk(tokens, positions, None)
+        if step < len(chunks) * stages - 1 and stages > 1:
+            dist.send(hidden.contiguous(), dst=line[(step + 1) % stages])
+    if stage != stages - 1 or hidden is None:
+        return torch.empty(0)
+    shards = [torch.empty_like(hidden) for _ in range(state.get_tensor_model_parallel_world_size())]
+    dist.all_gather(shards, hidden.contiguous(), group=state.get_tensor_model_parallel_group())
+    return torch.cat(shards, -1)[..., :VOCABULARY].contiguous()

@@ -22,8 +22,8 @@ mcore_on_cpu.prepare()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_models import build, load, start  # noqa: E402
-from megatron_models import logits  # noqa: E402
+from exposing import wrongly_exposed  # noqa: E402
+from family_models import build, load, logits, start  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_families import TOKENS, Case, parse  # noqa: E402
 
@@ -70,6 +70,7 @@ def run_case(case: Case, checkpoints: Path, *, computed: bool) -> dict[str, Any]
     load(case.family, hf, chunks, expected)
     source = MegatronSource(chunks, hf_config=hf, timeout_s=60.0)
     odd = compare(source, expected, random.Random(str(case)).choice([1, 5000, 40_000, 1 << 30]))
+    odd += [f"exposed {name}" for name in wrongly_exposed(source, expected)] if computed else []
     source.close()
     verdict: dict[str, Any] = {"odd": odd[:5], "count": len(odd), "tensors": len(expected)}
     if not computed:

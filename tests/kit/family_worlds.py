@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend "fake"
 from family_models import build, load, start  # noqa: E402
+from quantized_world import Post  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_families import Case, parse  # noqa: E402
 
@@ -51,23 +52,6 @@ from weightbus.trainer_agent.sources.megatron.megatron_source import (  # noqa: 
     describe_chunks,
     roots_of,
 )
-
-
-class Post:
-    """Carries gather messages between assemblers of one process: senders run first."""
-
-    def __init__(self, rank: int, letters: dict[int, list[torch.Tensor]]) -> None:
-        self.rank = rank
-        self.letters = letters
-
-    def send(self, messages: Sequence[torch.Tensor], _root: int) -> None:
-        self.letters[self.rank].extend(message.clone() for message in messages)
-
-    def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
-        meanwhile()
-        for rank, memory in messages:
-            memory.copy_(self.letters[rank].pop(0))
-
 
 KINDS = {
     "norms in linears": re.compile(r"linear_(qkv|fc1)\.layer_norm_weight$"),

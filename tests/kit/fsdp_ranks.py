@@ -18,7 +18,7 @@ from typing import Any
 import quantizing
 import torch
 import torch.distributed as dist
-from exporting import export
+from exporting import differing, export
 from exposing import wrongly_exposed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -114,15 +114,6 @@ CASES: dict[int, dict[str, tuple[Make, Shard]]] = {
         "odd over tensor parallel": (make("qwen3", ODD), over_tensor_parallel),
     },
 }
-
-
-def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names that are not in both, or not bit for bit the same."""
-    return sorted(
-        name
-        for name in found.keys() | expected.keys()
-        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
-    )
 
 
 def run_case(build: Make, shard: Shard) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exporting import export
+from exporting import differing, export
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import save
@@ -85,15 +85,6 @@ def models() -> dict[str, nn.Module]:
         ),
         "gpt oss": GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
     }
-
-
-def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names that are not in both, or not bit for bit the same."""
-    return sorted(
-        name
-        for name in found.keys() | expected.keys()
-        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
-    )
 
 
 def as_saved(module: nn.Module, folder: Path) -> dict[str, torch.Tensor]:

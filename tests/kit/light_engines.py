@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.dataplane.loopback import LoopbackServer
 from tests.kit.fake_sglang import FakeSGLang, Refusal
 from tests.kit.fake_weights import FakeWeights
+from tests.kit.flat_module import FlatModule
 from tests.kit.forked import log_to, say, serve
 from weightbus.control.server.metrics import configure_logging
 from weightbus.dataplane.copy.copy_engine import no_wait
@@ -48,7 +49,6 @@ from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.sidecar.driver import EngineAgent
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
-from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.engine_agent.worker_loader import load
 
 LONGEST_S = 120.0
@@ -126,25 +126,6 @@ class InPlace(FakeWeights):
             self._digest = b""
 
 
-class Model(torch.nn.Module):
-    """The one worker's: its parameters are the server's weights."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            owner: torch.nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    owner.add_module(part, torch.nn.Module())
-                owner = owner.get_submodule(part)
-            owner.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))  # the same memory
-
-    def load_weights(self, weights: NamedTensors) -> None:
-        for name, tensor in weights:
-            self.get_parameter(name).data.copy_(tensor)
-
-
 class LoadedServer(FakeSGLang):
     """A light server with our loader, whose worker joins groups as SGLang's do."""
 
@@ -157,7 +138,7 @@ class LoadedServer(FakeSGLang):
     def start(self) -> FakeSGLang:
         super().start()
         self.weights: InPlace = InPlace(self.checkpoint, 1)
-        self.model = Model(self.weights.tensors)
+        self.model = FlatModule(self.weights.tensors)
         return self
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:

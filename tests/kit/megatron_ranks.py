@@ -1,9 +1,8 @@
-"""The program of one rank: exports every case of its world size, then what the tests need to judge it.
+"""The program of one rank: models that cannot be served, and models that change under their source.
 
     python tests/kit/megatron_ranks.py RANK WORLD RENDEZVOUS_FILE OUT
 
-Rank 0 writes ``OUT/<case>.safetensors`` (the served tensors), the last rank ``OUT/<case>.logits.safetensors``, and
-every rank ``OUT/rank<r>.json`` with what it was told where a refusal was expected.
+Every rank writes ``OUT/rank<r>.json`` with what it was told. What layouts export is family_ranks.py's.
 """
 
 from __future__ import annotations
@@ -12,62 +11,42 @@ import datetime as dt
 import json
 import sys
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from exposing import wrongly_exposed
-from megatron_cases import CASES, CONTENTS, TOKENS, Case, Layout
-from megatron_models import build, fill, logits, start
-from safetensors.torch import save_file
+from exporting import differing, export
+from family_models import build as build_family, start
+from tiny_families import FAMILIES, TOKENS, Layout
 from torch import nn
 
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.source import AssemblyFailed, HasHeadDim, SourceError
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
-
-def export(source: MegatronSource, bucket_bytes: int) -> dict[str, torch.Tensor]:
-    """All served tensors, on the root, through buckets of `bucket_bytes`."""
-    manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
-    tensors: dict[str, torch.Tensor] = {}
-    for index, bucket in enumerate(manifest.buckets):
-        out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8) if source.root else None
-        source.assemble(manifest, index, out)
-        if out is None:
-            continue
-        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-            tensors[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
-    return tensors
+MODEL = {**FAMILIES["qwen3"].config, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "float32"}
+TIED = {**MODEL, "tie_word_embeddings": True}
 
 
-def run_case(name: str, case: Case, out: Path) -> None:
-    """Export one case and compute its logits."""
-    start(case.layout)
-    hf = CONTENTS[case.content]
-    chunks = build(hf, case.layout, fused_norms=case.fused_norms)
-    fill(chunks)
-    served = [_wrap(chunk) for chunk in chunks] if case.wrapped else chunks
-    source = MegatronSource(served, hf_config=hf, dtype=DTYPES[case.dtype] if case.dtype else None, timeout_s=60.0)
-    assert isinstance(source, HasHeadDim), "the leader would not ask it"
-    assert source.head_dim == hf["head_dim"]
-    tensors = export(source, case.bucket_bytes)
-    assert wrongly_exposed(source, tensors) == []
-    if source.root:
-        save_file(tensors, out / f"{name}.safetensors")
-    found = logits(chunks, torch.tensor(TOKENS))
-    if dist.get_rank() == dist.get_world_size() - 1:
-        save_file({"logits": found}, out / f"{name}.logits.safetensors")
-    for size in (0, 10, 1016, 1017, 5000):
-        blob = bytes(range(256)) * 20
-        assert source.agree(blob[:size] if source.root else None) == blob[:size]
-    source.close()
+def build(hf: dict[str, Any], layout: Layout, **changes: object) -> list[nn.Module]:
+    """This rank's chunks."""
+    return build_family("qwen3", hf, layout, **changes)
 
 
-def _wrap(chunk: nn.Module) -> nn.Module:
+def fill(chunks: Sequence[nn.Module], seed: int) -> None:
+    """Give every parameter content that depends on `seed` and its name."""
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode())))
+
+
+def wrapped(chunk: nn.Module) -> nn.Module:
+    """As trainers wrap it."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     return DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
@@ -87,7 +66,7 @@ class Attempts(dict[str, str]):
 
 def misnumbered() -> dict[str, str]:
     """What every rank is told when layers are not where their numbers say."""
-    attempt, layout, hf = Attempts(), Layout(pp=2), CONTENTS["qwen3"]
+    attempt, layout, hf = Attempts(), Layout(pp=2), MODEL
     start(layout)
     source = MegatronSource(build(hf, layout), hf_config=hf | {"vocab_size": 100}, vocab_divisible_by=256)
     attempt["padded to 256"] = str({spec.name: spec.shape for spec in source.tensors()}["lm_head.weight"])
@@ -114,7 +93,7 @@ def refusals() -> dict[str, str]:
     attempt = told = Attempts()
     layout = Layout(pp=2)
     start(layout)
-    hf = CONTENTS["qwen3"]
+    hf = MODEL
     chunks = build(hf, layout)
     attempt("another ffn", chunks, hf | {"intermediate_size": 128})
     attempt("another vocabulary", chunks, hf | {"vocab_size": 300})
@@ -156,7 +135,7 @@ def refusals() -> dict[str, str]:
         chunks[0].decoder.layers[0].self_attention.linear_qkv.layer_norm_weight = nn.Parameter(torch.ones(64))
     attempt("one norm twice on rank 1", chunks, hf)
     start(Layout())
-    tied = CONTENTS["qwen3-tied"]
+    tied = TIED
     (chunk,) = build(tied, Layout())
     chunk.output_layer.weight = nn.Parameter(chunk.embedding.word_embeddings.weight.detach().clone())
     attempt("tied with an output of its own", [chunk], tied)
@@ -164,24 +143,33 @@ def refusals() -> dict[str, str]:
 
 
 def two_models() -> dict[str, str]:
-    """Two sources, one over each half of the world, built twice: whether each exports what it holds."""
+    """Two sources, one over each half of the world, built anew: whether each exports what it holds.
+
+    The same whether wrapped or not and through buckets of any size, and rounded where another type is served.
+    """
     from megatron.core import parallel_state
 
-    layout, hf = Layout(tp=2), CONTENTS["qwen3"]
+    layout = Layout(tp=2)
     start(layout)
     half = dist.get_rank() // 2
+    first: dict[str, torch.Tensor] = {}
     verdicts = []
-    for build_number in range(2):
-        chunks = build(hf, layout)
+    for wrap, bucket_bytes, dtype in ((False, 1 << 14, None), (True, 1, None), (False, 1 << 30, torch.bfloat16)):
+        chunks = build(MODEL, layout)
         fill(chunks, seed=half + 1)
-        source = MegatronSource(
-            chunks, hf_config=hf, group=parallel_state.get_tensor_model_parallel_group(), timeout_s=60.0
-        )
-        tensors = export(source, 1 << 14)
+        served = [wrapped(chunk) for chunk in chunks] if wrap else chunks
+        group = parallel_state.get_tensor_model_parallel_group()
+        source = MegatronSource(served, hf_config=MODEL, dtype=dtype, group=group, timeout_s=60.0)
+        assert isinstance(source, HasHeadDim), "the leader would not ask it"
+        assert source.head_dim == MODEL["head_dim"]
+        tensors = export(source, bucket_bytes)
         if source.root:
+            first = first or tensors
             norm = dict(chunks[0].named_parameters())["decoder.final_layernorm.weight"]
-            verdicts.append(torch.equal(tensors["model.norm.weight"], norm) and len(tensors) == len(source.tensors()))
-        assert source.agree(bytes([half, build_number]) if source.root else None) == bytes([half, build_number])
+            expected = {name: tensor.to(dtype) if dtype else tensor for name, tensor in first.items()}
+            same = torch.equal(expected["model.norm.weight"], norm.to(dtype) if dtype else norm)
+            verdicts.append(same and not differing(tensors, expected) and len(tensors) == len(source.tensors()))
+        assert source.agree(bytes([half, wrap]) if source.root else None) == bytes([half, wrap])
         source.close()
     return {"two models": str(verdicts)}
 
@@ -191,10 +179,10 @@ def late_gather() -> dict[str, str]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    layout, hf = Layout(), CONTENTS["qwen3"]
-    start(layout)
+    layout, hf = Layout(), MODEL
+    start(layout, gloo=True)
     (chunk,) = build(hf, layout, bf16=True, params_dtype=torch.bfloat16)
-    fill([chunk])
+    fill([chunk], 0)
     overlapped = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True
     )
@@ -231,7 +219,7 @@ def lose_a_peer() -> dict[str, str]:
     """What rank 0 is told, and when, after rank 1 left in the middle of a version."""
     layout = Layout(tp=2)
     start(layout)
-    source = MegatronSource(build(CONTENTS["qwen3"], layout), hf_config=CONTENTS["qwen3"], timeout_s=60.0)
+    source = MegatronSource(build(MODEL, layout), hf_config=MODEL, timeout_s=60.0)
     manifest = Manifest.of(source.model, source.tensors(), 1 << 14)
     if not source.root:
         source.assemble(manifest, 0, None)
@@ -253,12 +241,7 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=dt.timedelta(seconds=60)
     )
-    for name, case in CASES.items():
-        if case.world == world and (len(sys.argv) < 6 or name in sys.argv[5:]):
-            run_case(name, case, out)
-    told: dict[str, str] = {}
-    if len(sys.argv) < 6:
-        told = two_models() if world == 4 else refusals() | misnumbered() | late_gather() | lose_a_peer()
+    told = two_models() if world == 4 else refusals() | misnumbered() | late_gather() | lose_a_peer()
     (out / f"rank{rank}.json").write_text(json.dumps(told))
 
 

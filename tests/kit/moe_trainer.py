@@ -20,8 +20,7 @@ mcore_on_cpu.prepare()
 import msgspec  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_models import build, load, start  # noqa: E402
-from megatron_models import logits  # noqa: E402
+from family_models import build, load, logits, start  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tiny_families import TOKENS, Layout  # noqa: E402
 

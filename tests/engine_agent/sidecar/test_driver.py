@@ -59,6 +59,7 @@ from ...kit import tiny_model
 from ...kit.fake_sglang import FakeSGLang
 from ...kit.fake_source import FakeSource
 from ...kit.fake_weights import read
+from ...kit.flat_module import FlatModule
 from ...kit.ports import free_port
 from ..world import World
 
@@ -551,15 +552,7 @@ def test_whose_loader_cannot_be_followed_takes_buckets(deployment: Deployment, m
     deployment.fake.stop()
     deployment.fake = Unfollowed(deployment.first).start()
     deployment.start()
-    module = torch.nn.Module()
-    for name, tensor in read(deployment.second).items():
-        *path, leaf = name.split(".")
-        where = module
-        for part in path:
-            where.add_module(part, where._modules.get(part) or torch.nn.Module())
-            where = where.get_submodule(part)
-        where.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
-    source = HFModuleSource(module, model="Qwen3ForCausalLM")
+    source = HFModuleSource(FlatModule(read(deployment.second)), model="Qwen3ForCausalLM")
     publish = functools.partial(deployment.publish, source=source, transport="direct local")
     with pytest.raises(PublishFailed, match="starts a thread"):
         publish(7)

@@ -1,4 +1,4 @@
-"""Real Megatron-core ranks over gloo: what they export is what transformers computes the same logits with."""
+"""Real Megatron-core ranks over gloo: models that cannot be served, and models that change under their source."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-
-from weightbus.engine_agent.engines.sglang import cpu_server
-
-from ....kit.megatron_cases import CASES, CONTENTS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 KIT = Path(__file__).parents[3] / "kit"
-SHIM = Path(cpu_server.__file__).with_name("cpu_shim")
 RANKS_S = 240
 REFUSALS = {
     "another ffn": ("LayoutMismatch", "ffn_hidden_size=96, the Hugging Face config gives 128"),
@@ -47,7 +39,7 @@ REFUSALS = {
 
 
 def launch(world: int, out: Path) -> None:
-    """Run one world of ranks to its end, then transformers on what it exported."""
+    """Run one world of ranks to its end."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = []
     for rank in range(world):
@@ -70,17 +62,6 @@ def launch(world: int, out: Path) -> None:
             process.kill()
             process.wait()
             log.close()
-    paths = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH", "")]))
-    judge = [sys.executable, str(KIT / "hf_logits.py"), str(out)]
-    done = subprocess.run(
-        judge,
-        env=environment | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
-        timeout=RANKS_S,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -97,37 +78,6 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("four")
     launch(4, out)
     return out
-
-
-@pytest.fixture
-def folder(request: pytest.FixtureRequest, case: str) -> Path:
-    """Where the files of `case` are."""
-    found = request.getfixturevalue("two_ranks" if CASES[case].world == 2 else "four_ranks")
-    assert isinstance(found, Path)
-    return found
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_computes_the_trainers_logits(case: str, folder: Path) -> None:
-    """Exported tensors load as a checkpoint, none missing or unknown, and give the logits of the Megatron ranks."""
-    verdict: dict[str, Any] = json.loads((folder / "oracle.json").read_text())[case]
-    tolerance = 1e-5 if CASES[case].dtype is None else 0.05
-    assert verdict["loading"] == {}
-    assert verdict["difference"] < tolerance * verdict["scale"]
-
-
-@pytest.mark.parametrize("content", CONTENTS)
-def test_every_layout_exports_the_same_bits(content: str, two_ranks: Path, four_ranks: Path) -> None:
-    """The layout of the ranks, the wrapping of the model and the size of the buckets leave no trace in the bytes."""
-    cases = [name for name, case in CASES.items() if case.content == content and case.dtype is None]
-    exports = {
-        name: load_file((two_ranks if CASES[name].world == 2 else four_ranks) / f"{name}.safetensors") for name in cases
-    }
-    first = exports[cases[0]]
-    for name, tensors in exports.items():
-        assert tensors.keys() == first.keys(), name
-        odd = [key for key, tensor in tensors.items() if not torch.equal(tensor, first[key])]
-        assert not odd, name
 
 
 @pytest.mark.parametrize("what", REFUSALS)
@@ -158,9 +108,12 @@ def test_parameters_that_lag_behind_the_optimizer_are_gathered_first(two_ranks: 
 
 
 def test_sources_of_two_models_live_beside_each_other(four_ranks: Path) -> None:
-    """A source over a part of the world asks nothing of the other ranks, and can be closed and built again."""
+    """A source over a part of the world asks nothing of the other ranks, and can be closed and built again.
+
+    Its bytes are the same whether the model is wrapped, and through buckets of any size.
+    """
     told = [json.loads((four_ranks / f"rank{rank}.json").read_text())["two models"] for rank in range(4)]
-    assert told == ["[True, True]", "[]", "[True, True]", "[]"]
+    assert told == ["[True, True, True]", "[]", "[True, True, True]", "[]"]
 
 
 def test_a_lost_peer_ends_the_assembly(two_ranks: Path) -> None:

@@ -45,10 +45,13 @@ def core() -> int:
 
 REAL = {
     1: tuple(f"{name}:alone-te" for name in FAMILIES),
-    2: ("qwen3_moe:ep2-te",),
-    4: ("qwen3_moe:tp2-ep2-etp2-te", "qwen3_moe:ep4", "deepseek_v3_no_q_lora:pp2-ep2-te", "qwen2_moe:tp2-ep2-etp1-te"),
-}
-"""What collectives carry and what Megatron-core computes: on real ranks, every family once."""
+    2: ("qwen3_moe:ep2-te", "qwen3:tp2", "qwen3:pp2-vpp2", "qwen3_tied:pp2", "llama:dp2"),
+    4: (
+        "qwen3_moe:tp2-ep2-etp2-te", "qwen3_moe:ep4", "deepseek_v3_no_q_lora:pp2-ep2-te", "qwen2_moe:tp2-ep2-etp1-te",
+        "qwen3_tied:tp2-pp2-vpp2", "llama_biases:tp2-pp2", "qwen3_2_groups:tp4", "qwen2:dp2-tp2",
+    ),
+}  # fmt: skip
+"""Computed with on real ranks, and read out of their memory: every family once, and layouts that collectives carry."""
 MORE = {2: 4, 4: 8}
 """Further layouts on real ranks, others every day, for their bits alone; six times as many in `make layouts`."""
 
