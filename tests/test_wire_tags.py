@@ -17,9 +17,8 @@ from weightbus.dataplane.processes.connections import WireMessage
 from weightbus.dataplane.reshard.load_trace import ConstantFill, LoadTarget
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, SourceRegion
 from weightbus.dataplane.tensors.manifest import BucketSpec, DigestTable, LiveDigests, Manifest, TensorSpec
-from weightbus.dataplane.transports import interface, plan_messages, worker_messages as worker_wire
-from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.local import messages as local_wire
+from weightbus.dataplane.transports import interface, plan_exchange, worker_exchange as worker_wire
+from weightbus.dataplane.transports.local import shared_buckets as local_wire
 from weightbus.dataplane.transports.sends import messages as sends_wire
 from weightbus.engine_agent.machine import events
 from weightbus.trainer_agent.publish import rank_commands as orders
@@ -42,7 +41,7 @@ WIRES: dict[str, list[type[msgspec.Struct]]] = {
     "worker": of_module(worker_wire),
     "local": of_module(local_wire),
     "sends": [*of_module(sends_wire), interface.Group],
-    "direct": [*of_module(direct_wire), *of_module(plan_messages), interface.Exporting],
+    "direct": [*of_module(plan_exchange), interface.Exporting, interface.Layout],
     "engine_operations": list(get_args(events.Operation)),
 }
 

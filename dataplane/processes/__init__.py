@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Frames as Frames,
         MacFrames as MacFrames,
         MacListener as MacListener,
+        PacketFrames as PacketFrames,
         PooledConnection as PooledConnection,
         WireEnd as WireEnd,
         WireMessage as WireMessage,

@@ -134,6 +134,8 @@ class Frames:
 
     limit: int = MAX_FRAME
     """Bytes of the largest message that is accepted."""
+    kind: socket.SocketKind = socket.SOCK_STREAM
+    """Of its Unix socket."""
     _length: int | None = None
     """Bytes of the message that is being pulled, once its length has arrived."""
     _fds: list[int] | None = None
@@ -150,7 +152,7 @@ class Frames:
     @classmethod
     def connect(cls, path: str, deadline: Deadline, *, with_fds: bool = False) -> Self:
         """Connect to the listening socket `path`. Raises `PeerLost` when no process of this user listens there."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_UNIX, cls.kind)
         try:
             sock.settimeout(deadline.check(path))
             sock.connect(path)
@@ -335,10 +337,12 @@ class _Listener:
 class FrameListener(_Listener):
     """A named Unix socket that only this user can connect to."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, frames: type[Frames] = Frames) -> None:
+        """Accepted connections are `frames`."""
         self.path = path
+        self._frames = frames
         path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_UNIX, frames.kind)
         new = path.with_suffix(".bind")  # as long as ".sock": too long a name is found here
         new.unlink(missing_ok=True)
         try:
@@ -357,7 +361,7 @@ class FrameListener(_Listener):
         while True:
             sock = self._accept(deadline, waiting_for, f"the socket {self.path} was closed")
             try:
-                return Frames(sock)
+                return self._frames(sock)
             except PeerLost:
                 sock.close()
 
@@ -365,6 +369,45 @@ class FrameListener(_Listener):
         """Close the socket and remove its name. May be called twice."""
         super().close()
         self.path.unlink(missing_ok=True)
+
+
+class PacketFrames(Frames):
+    """A connection on which every message is a packet of the kernel's, of at most `limit` bytes."""
+
+    limit = 16 * 1024
+    kind = socket.SOCK_SEQPACKET
+
+    def framed(self, message: bytes) -> tuple[memoryview, ...]:
+        """The packet."""
+        return (memoryview(message),)
+
+    def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
+        """The next message; blocks. Raises `PeerLost`, and `DeadlineExceeded` naming `waiting_for`."""
+        if (packet := self._packet(deadline.check(waiting_for))) is None:
+            raise DeadlineExceeded(waiting_for, deadline.seconds)
+        return packet
+
+    def pull(self) -> bytes | None:
+        """The next message, if one has arrived. Raises `PeerLost`."""
+        return self._packet(0.0)
+
+    def _packet(self, within_s: float) -> bytes | None:
+        self._socket.settimeout(within_s)
+        try:
+            try:
+                packet = self._socket.recv(self.limit + 1)
+            except ConnectionResetError:
+                # The peer closed without reading all we sent. What it said last comes after this error.
+                packet = self._socket.recv(self.limit + 1)
+        except (BlockingIOError, TimeoutError):
+            return None
+        except OSError as error:
+            raise PeerLost(f"the connection broke: {error}") from error
+        if not packet:
+            raise PeerLost("the other end closed the connection before the end of the session")
+        if len(packet) > self.limit:
+            raise PeerLost(f"the other end sent a packet of more than {self.limit} bytes")
+        return packet
 
 
 def find_ended_peer(ends: Iterable[tuple[int, Frames]]) -> int | None:
@@ -641,6 +684,11 @@ class ConnectionPool(Generic[L]):
     def watch(self, what: Watched | int, ready: Callable[[], None]) -> None:
         """Call `ready` whenever `what` is readable."""
         self._selector.register(what, selectors.EVENT_READ, ready)
+
+    def unwatch(self, what: Watched | int) -> None:
+        """Undo `watch`, if it was called, before `what` is closed."""
+        with contextlib.suppress(*_CLOSED):
+            self._selector.unregister(what)
 
     def add(self, connection: L, frames: Frames) -> None:
         """Serve a peer over established `frames`.

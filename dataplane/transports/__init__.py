@@ -5,26 +5,23 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import registry as registry, worker_messages as worker_messages
+    from . import registry as registry, worker_exchange as worker_exchange
     from .broadcast_order import Sources as Sources, cut as cut
-    from .description import (
-        LoadedBy as LoadedBy,
-        ReceiverContext as ReceiverContext,
-        SenderContext as SenderContext,
-        Transport as Transport,
-    )
-    from .exported_weights import ExportedWeights as ExportedWeights
     from .interface import (
         Address as Address,
         Dividing as Dividing,
         EngineServer as EngineServer,
+        ExportedWeights as ExportedWeights,
         Exporting as Exporting,
+        LoadedBy as LoadedBy,
         Minding as Minding,
         Peer as Peer,
         Receiver as Receiver,
+        ReceiverContext as ReceiverContext,
         Remarking as Remarking,
         Returning as Returning,
         Sender as Sender,
+        SenderContext as SenderContext,
         SharedBucket as SharedBucket,
         Sized as Sized,
         Slot as Slot,
@@ -33,9 +30,9 @@ if TYPE_CHECKING:
         Tabling as Tabling,
         Timed as Timed,
         TransferSession as TransferSession,
+        Transport as Transport,
     )
-    from .prerecorded_traces import PrerecordedTraces as PrerecordedTraces
-    from .prerecording import Prerecording as Prerecording
+    from .prerecording import PrerecordedTraces as PrerecordedTraces, Prerecording as Prerecording
     from .worker_exchange import RETURN_S as RETURN_S
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

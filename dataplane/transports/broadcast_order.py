@@ -1,7 +1,7 @@
 """Which of several trainer ranks broadcasts which bucket, and in which order each member acts. Pure, no torch.
 
 The ranks that broadcast are *sources*, one for each pipeline stage; source 0 leads. Each has a group of its own with
-all engine ranks (over gloo one with each engine: `engine_groups.py`). Three orders are the same for all members, which
+all engine ranks (over gloo one with each engine). Three orders are the same for all members, which
 is what keeps them from waiting in a circle:
 
     groups    are joined in the order of their sources: a server is asked for the next one when it is in the last

@@ -18,17 +18,26 @@ then may the caller write to that slot again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, runtime_checkable
+import enum
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
-import torch
 
 from ..errors import TransferFailed
-from ..memory import CudaMemory, HostMemory
 from ..processes import WireMessage
-from ..tensors import BucketSpec, DigestTable, Manifest, TensorSpec
-from .broadcast_order import Sources
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..memory import CudaMemory, ExportMap, HostMemory
+    from ..tensors import BucketSpec, DigestTable, Manifest, Shards, TensorSpec
+    from .broadcast_order import Sources
+    from .prerecording import PrerecordedTraces
 
 JOIN_S: Final = 15.0
 """How long a sender waits for receivers to come. Engines are told where at once, and coming takes no time: an
@@ -384,3 +393,110 @@ class Group(WireMessage, frozen=True, tag="Group"):
     """For how long it may be used again afterwards."""
     ranks: int = 0
     """How many of its members, the first ones, are ranks of the trainer; told where it forms early."""
+
+
+class Layout(WireMessage, frozen=True, tag="Layout"):
+    """Sender: what every rank of the trainer holds and exports."""
+
+    pieces: bytes
+    """`Shards.encode`."""
+    exports: tuple[bytes, ...]
+    """`ExportMap.encode`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedWeights:
+    """The memory that all ranks of a trainer export, in one generation."""
+
+    pieces: Shards
+    """Of all ranks, in the tensors of the manifest that is published."""
+    exports: tuple[ExportMap, ...]
+    exporters: tuple[Exporting, ...]
+
+    @cached_property
+    def given(self) -> Layout:
+        """The part that a receiver keeps from round to round: the same in every generation."""
+        return Layout(pieces=self.pieces.encode(), exports=tuple([export.encode() for export in self.exports]))
+
+    @cached_property
+    def layout(self) -> str:
+        """The digest by which `given` is named on the wire."""
+        parts = (self.given.pieces, *self.given.exports)
+        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+    def again(self, exporters: tuple[Exporting, ...]) -> ExportedWeights:
+        """The same layout, in another generation or round."""
+        found = replace(self, exporters=exporters)
+        vars(found).update(given=self.given, layout=self.layout)  # which take as long as the layout is large
+        return found
+
+
+class LoadedBy(enum.Enum):
+    """The call by which a server loads what arrives (`EngineServer`). It decides which servers can be served."""
+
+    LOADER = "load_direct"
+    """Our loader inside the workers writes their parameters along a plan and compares what they hold afterwards."""
+    SHARED_MEMORY = "load_shared"
+    """Every worker maps the buckets."""
+    GROUP = "load_broadcast"
+    """Every worker, or the sidecar for them, is a member of a collective group."""
+    FILES = "load_checkpoint"
+    """The server reads a checkpoint; the only call that reaches every replica of a server (dp > 1)."""
+
+
+class SenderContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a trainer's half may be made of; each transport takes what it needs."""
+
+    channel: str
+    runtime_dir: Path | None = None
+    """Folder for sockets; null: the default one of this user."""
+    device: str = "cpu"
+    """Device of the staging buffers, as torch names it."""
+    host: str = "127.0.0.1"
+    """Address at which engines reach this machine."""
+    checkpoint_dir: Path | None = None
+    """Folder that trainer and engines both see."""
+    hf_config_dir: Path | None = None
+    """Source of the config and tokenizer files of every checkpoint."""
+    expose: Callable[[], ExportedWeights] | None = None
+    """The memory that engines may read in place; null where the source cannot export it."""
+    describe: Callable[[], ExportedWeights] | None = None
+    """The memory that ranks send out of; null where the source cannot say where its tensors lie."""
+    nixl: bool = False
+    """Whether engines read what ranks send over NIXL."""
+    keep_groups_s: float = 900.0
+    """Seconds for which an unused process group is kept."""
+
+
+class ReceiverContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an engine's half may be made of; each transport takes what it needs."""
+
+    runtime_dir: Path | None = None
+    """Folder for sockets; null: the default one of this user."""
+    beside: bool = True
+    """Whether a version may be received while the server generates."""
+    hands_on: bool = True
+    """Whether the sidecar may be a member of broadcast groups in its server's place."""
+    ahead: PrerecordedTraces | None = None
+    """Load traces that were recorded before the first version."""
+
+
+class Transport(msgspec.Struct, frozen=True, kw_only=True):
+    """One way for weights to travel."""
+
+    name: str
+    """Name on the control plane: in settings, `Hello` and `Endpoint`."""
+    sender: Callable[[SenderContext], Sender]
+    """Makes the trainer's half; opens nothing before `offer`. Raises `Unsupported` where the context lacks a need."""
+    receiver: Callable[[ReceiverContext], Receiver]
+    """Makes the engine's half, which lives as long as the sidecar."""
+    loaded_by: LoadedBy
+    reads_memory: bool = False
+    """Whether engine workers open the memory that the trainer's ranks export."""
+    divides: bool = False
+    """Whether other ranks of the trainer may send buckets of their own (`Dividing`)."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the ranks' memory itself is given: no bucket is assembled, and snapshots cannot travel."""
+        return self.loaded_by is LoadedBy.LOADER

@@ -1,7 +1,7 @@
 """One exchange with the workers of a server: from its call of our loader to the proof of what they hold.
 
 Direct and sends share it. It has the server call our loader in every worker, leads the workers that then connect
-(worker_messages.py), has them record their loader and install plans where something is new, and compares what they
+(worker_exchange.py), has them record their loader and install plans where something is new, and compares what they
 report with the digest table. How bytes come to the workers is the transport's own, between `agree` and `prove`.
 
 Load traces, plans and the trainer's layout are kept from round to round.
@@ -25,13 +25,98 @@ import numpy as np
 from ..copy import CopyTable, Lanes
 from ..errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
 from ..memory import ArenaRegion, ExportMap
-from ..processes import Deadline, FrameListener, Frames, open_runtime_dir
+from ..processes import Deadline, FrameListener, Frames, WireEnd, WireMessage, open_runtime_dir
 from ..reshard import LoadTrace, PlanReader, ReshardPlan, Verification, make_plan
 from ..tensors import DigestTable, Shards
-from . import plan_messages as wire, worker_messages as worker_wire
-from .interface import EngineServer, TransferSession
-from .prerecorded_traces import PrerecordedTraces
+from . import worker_exchange as worker_wire
+from .interface import EngineServer, Exporting, Layout, TransferSession
+from .prerecording import PrerecordedTraces
+from .sessions import reason_of
 from .worker_exchange import RETURN_S, Workers, regions_read
+
+
+class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
+    """Receiver, first: which engine it is, and which session it was told to take."""
+
+    channel: str
+    epoch: int
+    engine: str
+    group: str = ""
+    """Sends: the group that all of its workers still have from the last round."""
+
+
+class Refused(WireMessage, frozen=True, tag="Refused"):
+    """Sender: the receiver does not take part."""
+
+    epoch: int
+    reason: str
+
+
+class Welcome(WireMessage, frozen=True, tag="Welcome"):
+    """Direct's sender: the receiver takes part."""
+
+    epoch: int
+    layout: str
+    """Digest of what `Layout` holds."""
+    exporters: tuple[Exporting, ...]
+
+
+class GiveLayout(WireMessage, frozen=True, tag="GiveLayout"):
+    """Receiver: the layout that the sender named is new to it."""
+
+
+class Proposal(WireMessage, frozen=True, tag="Proposal"):
+    """One worker's plan, and what it was made from."""
+
+    reader: PlanReader
+    recording: bytes
+    plan: str
+
+
+class Propose(WireMessage, frozen=True, tag="Propose"):
+    """Receiver: what its workers will do. Nothing is read before the sender has agreed."""
+
+    plans: tuple[Proposal, ...]
+
+
+class Agreed(WireMessage, frozen=True, tag="Agreed"):
+    """Sender: it made the same plans."""
+
+
+class GiveTable(WireMessage, frozen=True, tag="GiveTable"):
+    """Direct's receiver: it is about to copy, and has no digest table yet. Answered once, when there is one."""
+
+
+class Table(WireMessage, frozen=True, tag="Table"):
+    """Direct's sender: what is copied has to be this. At most `MOST_TABLE_BYTES` and `MOST_SEAL_BYTES`."""
+
+    table: bytes
+    """`DigestTable.encode`."""
+    seal: bytes
+
+
+class Finished(WireMessage, frozen=True, tag="Finished"):
+    """Receiver: the engine holds the version, and has proven it."""
+
+
+class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
+    """Either side: it gives up."""
+
+    reason: str
+    less: bool = False
+    """Memory or time did not suffice for what is moved at once: smaller chunks may do."""
+
+
+ToReceiver = Welcome | Refused | Layout | Agreed | Table | Failed
+ToSender = Hello | GiveLayout | Propose | GiveTable | Finished | Failed
+
+MOST_TABLE_BYTES: Final = 128 * 1024 * 1024
+"""Of a digest table that follows: 16 for each of a million tensors are an eighth of it."""
+MOST_SEAL_BYTES: Final = 4096
+
+RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
+SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)
+
 
 _SAY_S: Final = 10.0
 """For the last message to a sender that may stand still."""
@@ -80,24 +165,24 @@ class Attempt:
     layout: str = ""
     """Digest of the trainer's layout, once the sender has named it."""
 
-    def say(self, message: wire.ToSender) -> None:
+    def say(self, message: ToSender) -> None:
         """Raises `PeerLost`, `DeadlineExceeded`."""
-        wire.RECEIVER.say(self.connection, message, self.deadline)
+        RECEIVER.say(self.connection, message, self.deadline)
 
-    def hear(self, waiting_for: str) -> wire.ToReceiver:
+    def hear(self, waiting_for: str) -> ToReceiver:
         """Raises `PeerLost`, `DeadlineExceeded`."""
-        return wire.RECEIVER.hear(self.connection, self.deadline, waiting_for)
+        return RECEIVER.hear(self.connection, self.deadline, waiting_for)
 
     def finished(self) -> None:
         """The version is proven. A sender that is gone takes nothing of that back."""
         with contextlib.suppress(DataplaneError):
-            wire.RECEIVER.say(self.connection, wire.Finished(), Deadline(_SAY_S))
+            RECEIVER.say(self.connection, Finished(), Deadline(_SAY_S))
 
     def failed(self, error: object, *, less: bool = False) -> None:
         """Tell the sender, where it is still there; what happened is raised anyway."""
         reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
         with contextlib.suppress(DataplaneError):
-            wire.RECEIVER.say(self.connection, wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
+            RECEIVER.say(self.connection, Failed(reason=reason[:2048], less=less), Deadline(1.0))
 
 
 class ReceiveThreads(Protocol):
@@ -228,7 +313,7 @@ class PlanExchange:
         """Have a layout that is new read by a thread of its own from now on, for `plan`."""
         if self._knows(attempt.layout):
             return None
-        attempt.say(wire.GiveLayout())
+        attempt.say(GiveLayout())
         return self.aside.submit(read_layout, attempt)
 
     def _knows(self, layout: str) -> bool:
@@ -243,7 +328,7 @@ class PlanExchange:
             return
         with self.timed("layout"):
             if reading is None:
-                attempt.say(wire.GiveLayout())
+                attempt.say(GiveLayout())
             # A thread that reads does it under the session's deadline.
             self.layout = read_layout(attempt) if reading is None else reading.result()
             self.made = {each.rank: made for each in self.layout.exports if (made := each.made) is not None}
@@ -305,17 +390,17 @@ class PlanExchange:
     ) -> None:
         """Have the trainer make the same plans; `hear_agreed` waits for it."""
         plans = tuple(
-            wire.Proposal(reader=reader, recording=self.traces[digest].encode(), plan=plan)
+            Proposal(reader=reader, recording=self.traces[digest].encode(), plan=plan)
             for reader, digest, plan in zip(readers, recordings, digests, strict=True)
         )
-        attempt.say(wire.Propose(plans=plans))
+        attempt.say(Propose(plans=plans))
 
     @staticmethod
     def hear_agreed(attempt: Attempt) -> None:
         """Raises `TransferFailed` where the trainer made other plans than the proposed ones."""
         reply = attempt.hear("the trainer to make the same plan")
-        if not isinstance(reply, wire.Agreed):
-            raise TransferFailed(f"the trainer does not agree to the plan: {wire.reason_of(reply)}")
+        if not isinstance(reply, Agreed):
+            raise TransferFailed(f"the trainer does not agree to the plan: {reason_of(reply)}")
 
     def agree(self, attempt: Attempt, model: int, agreement: Agreement) -> bool:
         """Wait until the trainer has made the plans that `plan` proposed; false where there was nothing new."""
@@ -366,8 +451,8 @@ def _lanes(blob: bytes) -> Lanes:
 def read_layout(attempt: Attempt) -> ReadLayout:
     """The layout that was asked for. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
     reply = attempt.hear("the trainer's layout")
-    if not isinstance(reply, wire.Layout):
-        raise PeerLost(f"the sender gave no layout: {wire.reason_of(reply)}")
+    if not isinstance(reply, Layout):
+        raise PeerLost(f"the sender gave no layout: {reason_of(reply)}")
     exports = tuple(ExportMap.decode(each) for each in reply.exports)
     return ReadLayout(attempt.layout, Shards.decode([reply.pieces], attempt.session.manifest.tensors), exports)
 

@@ -1,7 +1,7 @@
 """Records the server's loader before a round needs it: an exchange with its workers in which no weights move.
 
 A worker keeps its load trace, which is used for a version of exactly these tensors, by any transport
-(worker_messages.py, `Record`). Nothing is written to the model by it.
+(worker_exchange.py, `Record`). Nothing is written to the model by it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,64 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import replace
+from operator import is_
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from ..errors import DataplaneError, NotTraceable, TransferFailed
+from ..errors import DataplaneError, ManifestError, NotTraceable, TransferFailed
 from ..memory import ExportedTensor, ExportMap, Region
 from ..processes import Deadline, FrameListener, open_runtime_dir
 from ..reshard import (
     LoadTrace,
     PlanReader,
+    Verification,
     make_plan,
     make_send_schedule,
     make_verification,
     pair_bytes_for,
     staging_layout,
 )
-from ..tensors import TensorSpec
-from . import worker_messages as worker_wire
+from ..tensors import TensorSpec, tensor_positions
+from . import worker_exchange as worker_wire
 from .interface import EngineServer
-from .prerecorded_traces import PrerecordedTraces
 from .worker_exchange import RETURN_S, Workers
+
+_MOST: Final = 4
+"""Models of one server: the one that it serves, and its draft models."""
+
+
+class PrerecordedTraces:
+    """Of one server. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[tuple[LoadTrace, ...], Verification]] = []
+
+    def keep(self, recordings: Sequence[LoadTrace], proof: Verification) -> None:
+        """The recordings of all workers of one model, and what they will report of it."""
+        self._kept = [*self._kept, (tuple(recordings), proof)][-_MOST:]
+
+    def recordings(self, tensors: tuple[TensorSpec, ...]) -> dict[str, LoadTrace]:
+        """By digest, those of just these tensors in this order."""
+        return {each.digest(): each for known, _ in self._kept for each in known if each.tensors == tensors}
+
+    def proof(self, recordings: Sequence[LoadTrace]) -> Verification:
+        """What the workers with these recordings report. Raises `NotTraceable`."""
+        tensors = recordings[0].tensors
+        for known, proof in self._kept:
+            if len(known) == len(recordings) and all(map(is_, known, recordings)):
+                return proof
+            try:
+                places = tensor_positions(tensors, known[0].tensors)
+            except ManifestError:
+                continue
+            if len(known) == len(recordings) and all(
+                each.renumbered(tensors, places).same(found) for each, found in zip(known, recordings, strict=True)
+            ):
+                return proof.renumbered(tensors, places)
+        return make_verification(recordings)
+
 
 _LAYOUT: Final = "rehearsed"
 """In place of a manifest's digest: no version has it."""

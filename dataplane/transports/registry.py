@@ -14,10 +14,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from ..errors import Unsupported
-from .description import ReceiverContext, Transport
 from .direct import TRANSPORT as DIRECT
 from .disk import TRANSPORT as DISK
 from .distributed import TRANSPORT as DISTRIBUTED
+from .interface import ReceiverContext, Transport
 from .local import TRANSPORT as LOCAL
 from .sends import TRANSPORT as SENDS
 

@@ -1,6 +1,6 @@
-"""The workers of one server, led through one exchange for one of its models: the sidecar's end of worker_messages.py.
+"""The workers of one server, led through one exchange for one of its models: the sidecar's end of worker_exchange.py.
 
-What is recorded, planned and proven is receiver.py's; here it is said to all workers, and their answers are
+What is recorded, planned and proven is plan_exchange.py's; here it is said to all workers, and their answers are
 heard, all of them before anything is concluded.
 """
 
@@ -15,11 +15,199 @@ import msgspec
 
 from ..errors import DataplaneError, DeadlineExceeded, NotTraceable, PeerLost, TransferFailed
 from ..memory import ArenaRegion
-from ..processes import Deadline, FrameListener, Frames, find_ended_peer, host_identity
+from ..processes import Deadline, FrameListener, Frames, WireEnd, WireMessage, find_ended_peer, host_identity
 from ..reshard import LoadTrace, PlanReader, RankVerification, ReshardPlan, SendSchedule, verifiable_trace
 from ..tensors import TensorSpec
-from . import worker_messages as wire
 from .interface import Exporting, Group
+
+
+class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
+    """Worker, first: its rank and device, and what it has from earlier rounds."""
+
+    rank: int
+    device: str
+    """``cpu`` or the GPU's uuid."""
+    peers: tuple[str, ...] = ()
+    layout: str = ""
+    """Digest of the tensors of its recording."""
+    recording: str = ""
+    plan: str = ""
+    schedule: str = ""
+    """Of what it can be sent: a thread of its own is connected to the sidecar, and stays so."""
+    seat: str = ""
+    """By which a group over NCCL knows its GPU."""
+
+
+class RecordTrace(WireMessage, frozen=True, tag="Record"):
+    """Sidecar: run the loader once on these tensors, and say what it does."""
+
+    layout: str
+    tensors: tuple[TensorSpec, ...]
+
+
+class TraceRecorded(WireMessage, frozen=True, tag="Recorded"):
+    """Worker: `LoadTrace.encode`."""
+
+    recording: bytes
+    seconds: float
+
+
+class Exports(WireMessage, frozen=True, omit_defaults=True, tag="Exports"):
+    """Where one trainer rank's memory is had, and which regions of it."""
+
+    holder: int
+    address: str
+    generation: int
+    regions: tuple[int, ...]
+    made: ArenaRegion | None = None
+    """One of the regions, where it may be read before all of it is made."""
+
+
+class Form(WireMessage, frozen=True, tag="Form"):
+    """Sidecar: begin to join this group beside the rest. The next schedule takes it along."""
+
+    group: Group
+
+
+class Prove(WireMessage, frozen=True, omit_defaults=True, tag="Prove"):
+    """Sidecar: what is reported of the memory that was recorded. The tables are those of verification.py, encoded."""
+
+    proof: bytes
+    """`BoxTable.encode`: regions are the targets, and then the staging buffer."""
+    groups: int
+    odd: bytes
+    """`CopyTable.encode`: boxes of targets, or of sources where they are cast, that are read back into one buffer."""
+    odd_bytes: int
+    staging_bytes: int
+    sent: bool = False
+    """It may be sent to: what a first group takes longer for is done beside."""
+
+
+class InstallPlan(WireMessage, frozen=True, tag="Adopt"):
+    """Sidecar: what to do in every round from now on.
+
+    The tables are those of reshard_plan.py and verification.py, encoded.
+    """
+
+    plan: str
+    recording: str
+    """Digest of the recording that the plan was made for."""
+    sources: tuple[tuple[int, int], ...]
+    """(holder, region) by number."""
+    copies: bytes
+    staging: bytes
+    staged: tuple[int, ...]
+    prove: Prove
+
+
+class PlanInstalled(WireMessage, frozen=True, tag="Adopted"):
+    """Worker: everything is bound."""
+
+    seconds: float
+
+
+class ExecutePlan(WireMessage, frozen=True, omit_defaults=True, tag="Replay"):
+    """Sidecar: copy, then say what the engine holds."""
+
+    epoch: int
+    version: int
+    exports: tuple[Exports, ...]
+    rounds: tuple[int, ...] = ()
+    """By the exports: what the marks of parts that are made have to show. Empty where nothing is made."""
+    within_s: float = 0.0
+    """How long they may be waited for."""
+
+
+class PlanExecuted(WireMessage, frozen=True, omit_defaults=True, tag="Replayed"):
+    """Worker: done. Lanes are of its groups, as little-endian uint64; `odd` are the bytes that were read back."""
+
+    lanes: bytes
+    odd: bytes
+    copy_s: float
+    verify_s: float
+    wait_s: float = 0.0
+    """Of neither: nothing was copied, because what there was to copy was not made yet."""
+    remark: str = ""
+    """Why it was slower than it could be."""
+
+
+class Expect(WireMessage, frozen=True, tag="Expect"):
+    """Sidecar: what the worker will be sent from now on, for the plan that it has.
+
+    The tables are of send_schedule.py.
+    """
+
+    schedule: str
+    messages: bytes
+    unpack: bytes
+    socket: str
+    """Where its thread is to connect, and wait for `Take`."""
+
+
+class Expecting(WireMessage, frozen=True, tag="Expecting"):
+    """Worker's thread, first: which schedule it carries out."""
+
+    rank: int
+    schedule: str
+
+
+class Weigh(WireMessage, frozen=True, tag="Weigh"):
+    """Sidecar: is there room to take everything beside the parameters?"""
+
+
+class Room(WireMessage, frozen=True, tag="Room"):
+    """Worker's thread: bytes that it takes, and bytes that are free."""
+
+    needed: int
+    free: int
+
+
+class Take(WireMessage, frozen=True, tag="Take"):
+    """Sidecar: join this group, and take everything. `beside` the parameters, or into them while the server stands."""
+
+    group: Group
+    beside: bool
+
+
+class Moving(WireMessage, frozen=True, tag="Moving"):
+    """Worker's thread, every `sends_wire.BEAT_S` until it has taken everything: it does not stand still."""
+
+
+class Taken(WireMessage, frozen=True, tag="Taken"):
+    """Worker's thread: everything has arrived."""
+
+    seconds: float
+    nbytes: int
+
+
+class Swap(WireMessage, frozen=True, tag="Flip"):
+    """Sidecar: put what was taken into place, then say what the engine holds."""
+
+    epoch: int
+    version: int
+
+
+class Done(WireMessage, frozen=True, tag="Done"):
+    """Sidecar: return to the server."""
+
+
+class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
+    """Either side: it gives up. The worker has changed weights if `touched`."""
+
+    reason: str
+    touched: bool = False
+    unrecordable: bool = False
+    """The worker's loader is what cannot be followed: it would fail again."""
+    less: bool = False
+    """A worker had no memory or not the time for what it is sent at once: less at a time may do."""
+
+
+ToWorker = RecordTrace | Form | Prove | InstallPlan | Expect | ExecutePlan | Swap | Weigh | Take | Done | Failed
+ToSidecar = Hello | TraceRecorded | PlanInstalled | PlanExecuted | Expecting | Room | Moving | Taken | Failed
+
+SIDECAR: Final = WireEnd[ToWorker, ToSidecar](ToSidecar)
+WORKER: Final = WireEnd[ToSidecar, ToWorker](ToWorker)
+
 
 _LOOK_S: Final = 0.2
 """How often the server's call is looked at while workers are waited for."""
@@ -45,7 +233,7 @@ class ReplayFailed(TransferFailed):
 @dataclass(slots=True, eq=False)
 class _Worker:
     frames: Frames
-    hello: wire.Hello
+    hello: Hello
 
 
 class Workers:
@@ -112,7 +300,7 @@ class Workers:
             if not _recorded(worker.hello, layout, tensors, known.get(worker.hello.recording))
         ]
         for number in without:
-            wire.SIDECAR.say(self._workers[number].frames, wire.RecordTrace(layout=layout, tensors=tensors), deadline)
+            SIDECAR.say(self._workers[number].frames, RecordTrace(layout=layout, tensors=tensors), deadline)
         return without
 
     @property
@@ -126,10 +314,10 @@ class Workers:
         """Load traces of the workers that were asked to record, by digest. Raises `NotTraceable`, `TransferFailed`."""
         made: dict[str, LoadTrace] = {}
         for worker in [self._workers[number] for number in without]:
-            reply = wire.SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
-            if isinstance(reply, wire.Failed) and reply.unrecordable:
+            reply = SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
+            if isinstance(reply, Failed) and reply.unrecordable:
                 raise NotTraceable(f"worker {worker.hello.rank}: {reply.reason}")
-            if not isinstance(reply, wire.TraceRecorded):
+            if not isinstance(reply, TraceRecorded):
                 raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
             recording = verifiable_trace(LoadTrace.decode(reply.recording, tensors))
             digest = recording.digest()
@@ -152,7 +340,7 @@ class Workers:
         new = [number for number, worker in enumerate(self._workers) if worker.hello.plan != digests[number]]
         for number in new:
             adopt = _adopt(digests[number], plans[number], proofs[number])
-            wire.SIDECAR.say(self._workers[number].frames, adopt, deadline)
+            SIDECAR.say(self._workers[number].frames, adopt, deadline)
         return new
 
     def adopted(self, new: Sequence[int], deadline: Deadline) -> None:
@@ -165,7 +353,7 @@ class Workers:
             return False
         for at, worker in enumerate(self._workers):
             mine = msgspec.structs.replace(group, rank=group.rank + at)
-            wire.SIDECAR.say(worker.frames, wire.Form(group=mine), deadline)
+            SIDECAR.say(worker.frames, Form(group=mine), deadline)
         self._taken(self._workers, "group", deadline)
         return True
 
@@ -174,7 +362,7 @@ class Workers:
     ) -> None:
         """Have each worker bind what it will report, before there is a plan. Raises `TransferFailed`."""
         for worker, proof, nbytes in zip(self._workers, proofs, staging_bytes, strict=True):
-            wire.SIDECAR.say(worker.frames, msgspec.structs.replace(_prove(proof, nbytes), sent=sent), deadline)
+            SIDECAR.say(worker.frames, msgspec.structs.replace(_prove(proof, nbytes), sent=sent), deadline)
         self._taken(self._workers, "proof", deadline)
 
     def replay(  # noqa: PLR0917
@@ -185,7 +373,7 @@ class Workers:
         made: Mapping[int, ArenaRegion],
         reads: Sequence[Mapping[int, tuple[int, ...]]],
         deadline: Deadline,
-    ) -> list[wire.PlanExecuted]:
+    ) -> list[PlanExecuted]:
         """All copy at a time, of what holders have `made` each part once it is there.
 
         `reads` is `regions_read` of each worker's plan.
@@ -195,11 +383,11 @@ class Workers:
             of = [each for each in exporters if each.holder in regions]
             read = [(each, _exports(each, made.get(each.holder), regions[each.holder])) for each in of]
             rounds = tuple(each.round for each, _ in read)
-            replay = wire.ExecutePlan(epoch=epoch, version=version, exports=tuple(exports for _, exports in read))
+            replay = ExecutePlan(epoch=epoch, version=version, exports=tuple(exports for _, exports in read))
             if any(rounds):  # a loader that is older than marks understands the rest
                 left = deadline.left()
                 replay = msgspec.structs.replace(replay, rounds=rounds, within_s=max(left / 2, left - _ANSWER_S))
-            wire.SIDECAR.say(worker.frames, replay, deadline)
+            SIDECAR.say(worker.frames, replay, deadline)
         return self._replayed(deadline, None)
 
     def expect(
@@ -211,10 +399,10 @@ class Workers:
             digest = each.digest()
             if worker.hello.schedule == digest and worker.hello.rank in there:
                 continue
-            expect = wire.Expect(
+            expect = Expect(
                 schedule=digest, messages=each.messages.encode(), unpack=each.unpack.encode(), socket=socket
             )
-            wire.SIDECAR.say(worker.frames, expect, deadline)
+            SIDECAR.say(worker.frames, expect, deadline)
             new.append(worker)
         self._taken(new, "schedule", deadline)
         return frozenset(worker.hello.rank for worker in new)
@@ -223,9 +411,9 @@ class Workers:
     def _taken(workers: Sequence[_Worker], what: str, deadline: Deadline) -> None:
         """Hear all of `workers`, which were given `what`. Raises `TransferFailed` for one that did not take it."""
         told = [(worker, f"worker {worker.hello.rank} to take its {what}") for worker in workers]
-        replies = [wire.SIDECAR.hear(worker.frames, deadline, waiting_for) for worker, waiting_for in told]
+        replies = [SIDECAR.hear(worker.frames, deadline, waiting_for) for worker, waiting_for in told]
         for worker, reply in zip(workers, replies, strict=True):
-            if not isinstance(reply, wire.PlanInstalled):
+            if not isinstance(reply, PlanInstalled):
                 raise TransferFailed(f"worker {worker.hello.rank} did not take its {what}: {_said(reply)}")
 
     @property
@@ -233,30 +421,30 @@ class Workers:
         """Digests of the workers' plans."""
         return tuple(worker.hello.plan for worker in self._workers)
 
-    def swap(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[wire.PlanExecuted]:
+    def swap(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[PlanExecuted]:
         """All put what they were sent into place. Raises `ReplayFailed` when all have answered and one did not.
 
         `pulse` is called meanwhile, and may raise.
         """
         for worker in self._workers:
-            wire.SIDECAR.say(worker.frames, wire.Swap(epoch=epoch, version=version), deadline)
+            SIDECAR.say(worker.frames, Swap(epoch=epoch, version=version), deadline)
         return self._replayed(deadline, pulse)
 
-    def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[wire.PlanExecuted]:
-        replies: list[wire.ToSidecar] = []
+    def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[PlanExecuted]:
+        replies: list[ToSidecar] = []
         for worker in self._workers:
             while pulse is not None and not worker.frames.readable(_LOOK_S):
                 deadline.check(f"worker {worker.hello.rank} to copy")
                 pulse()
-            replies.append(wire.SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))
-        replayed = [reply for reply in replies if isinstance(reply, wire.PlanExecuted)]
+            replies.append(SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))
+        replayed = [reply for reply in replies if isinstance(reply, PlanExecuted)]
         if len(replayed) < len(replies):
             reasons = "; ".join(
                 f"worker {worker.hello.rank} could not copy: {_said(reply)}"
                 for worker, reply in zip(self._workers, replies, strict=True)
-                if not isinstance(reply, wire.PlanExecuted)
+                if not isinstance(reply, PlanExecuted)
             )
-            wrote = any(not isinstance(reply, wire.Failed) or reply.touched for reply in replies)
+            wrote = any(not isinstance(reply, Failed) or reply.touched for reply in replies)
             raise ReplayFailed(reasons, wrote)
         return replayed
 
@@ -265,11 +453,11 @@ class Workers:
         """The rank of a worker whose process has ended; None where none is known to have."""
         return find_ended_peer((worker.hello.rank, worker.frames) for worker in self._workers)
 
-    def let_go(self, message: wire.Done | wire.Failed) -> None:
+    def let_go(self, message: Done | Failed) -> None:
         """Let the workers return. A worker that is gone is skipped; the server's answer says so."""
         for worker in self._workers:
             try:
-                wire.SIDECAR.say(worker.frames, message, Deadline(RETURN_S))
+                SIDECAR.say(worker.frames, message, Deadline(RETURN_S))
             except DataplaneError:
                 continue
 
@@ -280,8 +468,8 @@ class Workers:
         self._workers = []
 
 
-def _adopt(digest: str, plan: ReshardPlan, proof: RankVerification) -> wire.InstallPlan:
-    return wire.InstallPlan(
+def _adopt(digest: str, plan: ReshardPlan, proof: RankVerification) -> InstallPlan:
+    return InstallPlan(
         plan=digest,
         recording=plan.trace,
         sources=tuple((source.rank, source.region) for source in plan.sources),
@@ -292,8 +480,8 @@ def _adopt(digest: str, plan: ReshardPlan, proof: RankVerification) -> wire.Inst
     )
 
 
-def _prove(proof: RankVerification, staging_bytes: int) -> wire.Prove:
-    return wire.Prove(
+def _prove(proof: RankVerification, staging_bytes: int) -> Prove:
+    return Prove(
         proof=proof.table.encode(),
         groups=proof.table.groups,
         odd=proof.odd.encode(),
@@ -302,7 +490,7 @@ def _prove(proof: RankVerification, staging_bytes: int) -> wire.Prove:
     )
 
 
-def _recorded(hello: wire.Hello, layout: str, tensors: tuple[TensorSpec, ...], recording: LoadTrace | None) -> bool:
+def _recorded(hello: Hello, layout: str, tensors: tuple[TensorSpec, ...], recording: LoadTrace | None) -> bool:
     """Whether the worker has `recording`, and it is of this layout, or of one with these tensors."""
     return recording is not None and (hello.layout == layout or recording.tensors == tensors)
 
@@ -315,9 +503,9 @@ def regions_read(plan: ReshardPlan) -> dict[int, tuple[int, ...]]:
     return {holder: tuple(regions) for holder, regions in found.items()}
 
 
-def _exports(exporting: Exporting, made: ArenaRegion | None, regions: tuple[int, ...]) -> wire.Exports:
+def _exports(exporting: Exporting, made: ArenaRegion | None, regions: tuple[int, ...]) -> Exports:
     """What is read of one holder."""
-    return wire.Exports(
+    return Exports(
         holder=exporting.holder,
         address=exporting.address,
         generation=exporting.generation,
@@ -326,18 +514,18 @@ def _exports(exporting: Exporting, made: ArenaRegion | None, regions: tuple[int,
     )
 
 
-def _introduced(frames: Frames, deadline: Deadline) -> wire.Hello:
+def _introduced(frames: Frames, deadline: Deadline) -> Hello:
     """The first words of a worker that has connected. Hangs up where there are none."""
     try:
-        hello = wire.SIDECAR.hear(frames, deadline, "a worker's first words")
+        hello = SIDECAR.hear(frames, deadline, "a worker's first words")
     except BaseException:
         frames.close()
         raise
-    if not isinstance(hello, wire.Hello):
+    if not isinstance(hello, Hello):
         frames.close()
         raise PeerLost(f"a worker began with {_said(hello)}")
     return hello
 
 
-def _said(message: wire.ToSidecar) -> str:
-    return message.reason if isinstance(message, wire.Failed) else message.kind
+def _said(message: ToSidecar) -> str:
+    return message.reason if isinstance(message, Failed) else message.kind

@@ -2,7 +2,7 @@
 
 The engine's own loader (worker_loader.py) calls `serve_sidecar` in every worker, on the thread that
 generates. The worker connects to the sidecar's socket and carries out its messages until the sidecar lets it go
-(dataplane/transports/worker_messages.py). Nothing is generated meanwhile.
+(dataplane/transports/worker_exchange.py). Nothing is generated meanwhile.
 
 An exception here would end the whole server, so none leaves `serve_sidecar`: the sidecar is told, or notices that the
 connection broke, and keeps the server paused. Imports torch and nothing of an engine.
@@ -20,7 +20,7 @@ import torch
 
 from weightbus.dataplane.errors import DataplaneError, NotTraceable
 from weightbus.dataplane.processes import Deadline, Frames, gc_paused
-from weightbus.dataplane.transports import worker_messages as wire
+from weightbus.dataplane.transports import worker_exchange as wire
 
 from .worker_state import WorkerState
 

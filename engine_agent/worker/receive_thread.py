@@ -19,7 +19,7 @@ from weightbus.dataplane.copy import CopyTable, copy_engine_for
 from weightbus.dataplane.errors import ChunkTimeout, DataplaneError, OutOfStagingMemory, TransferFailed
 from weightbus.dataplane.processes import BackgroundInit, Deadline, Frames, low_latency_threads, without_timer_slack
 from weightbus.dataplane.reshard import SendMessages
-from weightbus.dataplane.transports import worker_messages as wire
+from weightbus.dataplane.transports import worker_exchange as wire
 from weightbus.dataplane.transports.sends import (
     GroupCache,
     GroupForming,

@@ -42,7 +42,7 @@ from weightbus.dataplane.memory import (
 from weightbus.dataplane.processes import start_thread
 from weightbus.dataplane.reshard import ConstantFill, LoadTrace
 from weightbus.dataplane.tensors import DTYPES, TensorSpec
-from weightbus.dataplane.transports import worker_messages as wire
+from weightbus.dataplane.transports import worker_exchange as wire
 from weightbus.dataplane.transports.sends import GroupForming, warm
 
 from .load_tracer import NamedTensors, trace_load

@@ -32,10 +32,18 @@ from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.broadcast_order import Sources
-from weightbus.dataplane.transports.description import ReceiverContext, SenderContext
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
-from weightbus.dataplane.transports.interface import Address, Peer, Receiver, Sender, SharedBucket, TransferSession
+from weightbus.dataplane.transports.interface import (
+    Address,
+    Peer,
+    Receiver,
+    ReceiverContext,
+    Sender,
+    SenderContext,
+    SharedBucket,
+    TransferSession,
+)
 
 if __package__:
     from .staged_sender import StagedSender

@@ -21,7 +21,7 @@ from tests.chaos.failpoints import POINTS as CHAOS, Gate, Point, arm, install
 
 _PAIR_GROUP = "weightbus.dataplane.transports.sends.p2p_group:P2PGroup."
 _SENDER = "weightbus.dataplane.transports.distributed.sender:DistributedSender."
-_HANDING = "weightbus.dataplane.transports.distributed.sidecar_receiver:SidecarReceiver."
+_HANDING = "weightbus.dataplane.transports.distributed.receiver:SidecarReceiver."
 _PEERCRED = struct.Struct("3i")
 """Process, user and group id."""
 
@@ -39,7 +39,7 @@ POINTS = {
     "rank_forms": _at("rank", _PAIR_GROUP + "form"),
     "rank_begins": _at("rank", "weightbus.dataplane.transports.sends.rank_sender:RankSender._mail_of"),
     "rank_moves": _at("rank", _PAIR_GROUP + "post", skip=1),
-    "rank_is_through": _at("rank", "weightbus.dataplane.transports.sends.send_queue:SendQueue.send", after=True),
+    "rank_is_through": _at("rank", "weightbus.dataplane.transports.sends.message_queues:SendQueue.send", after=True),
     "source_forms": _at("rank", _SENDER + "_form"),
     "source_broadcasts": _at("rank", _SENDER + "send"),
     "source_half": _at("rank", _SENDER + "send", skip=2),
@@ -50,7 +50,7 @@ POINTS = {
     "worker_flips": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.swap"),
     "worker_flipped": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.swap", after=True),
     # A sidecar.
-    "sidecar_begins": _at("sidecar", "weightbus.dataplane.transports.sends.worker_receivers:WorkerReceivers.take"),
+    "sidecar_begins": _at("sidecar", "weightbus.dataplane.transports.sends.receiver:WorkerReceivers.take"),
     "sidecar_flips": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.swap"),
     "sidecar_flipped": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.swap", after=True),
     "sidecar_forms": _at("sidecar", _HANDING + "_form"),

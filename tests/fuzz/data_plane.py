@@ -32,10 +32,9 @@ from weightbus.dataplane.reshard.reshard_plan import PlanReader
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole_tensor_shard
-from weightbus.dataplane.transports import worker_messages as worker_wire
-from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports import plan_exchange as direct_wire, worker_exchange as worker_wire
 from weightbus.dataplane.transports.distributed.rendezvous_keys import _Sealed
-from weightbus.dataplane.transports.local import messages as local_wire
+from weightbus.dataplane.transports.local import shared_buckets as local_wire
 
 from .decoder import SHOWN, Tally
 from .mutations import Mutator

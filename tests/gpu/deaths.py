@@ -163,7 +163,7 @@ class Struck(BaseException):
 
 def _doom(sidecar: Any, point: str, sender: Any, name: str, *, stands: bool) -> None:
     """At its point the sidecar's connections break; or it does nothing until the coordinator has given it up."""
-    from weightbus.dataplane.transports.sends import worker_receivers as takers
+    from weightbus.dataplane.transports.sends import receiver as takers
 
     owner, method = {
         "begun": (sidecar._threads, "take"),
@@ -207,7 +207,7 @@ def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell
 
     from tests.kit.ends import Ends
     from weightbus.dataplane.processes.process_groups import process_group_backend
-    from weightbus.dataplane.transports.sends import messages as sends_wire, sender as sends, worker_receivers as takers
+    from weightbus.dataplane.transports.sends import messages as sends_wire, receiver as takers, sender as sends
 
     process_group_backend(torch.device("cuda"))  # raises where the environment would make NCCL hang: in a dry run, too
     sends.pair_bytes_for = lambda *_: 256

@@ -309,8 +309,7 @@ def save(target: Path, manifest: Any, config: dict[str, Any], device: Any, fill:
     """A checkpoint, bucket by bucket, as a trainer writes it."""
     import torch
 
-    from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
-    from weightbus.dataplane.transports.disk.checkpoint_writer import CheckpointWriter
+    from weightbus.dataplane.transports.disk.checkpoint_files import CheckpointWriter, Notes
 
     beside = {"config.json": json.dumps(config).encode()}
     writer = CheckpointWriter(target, manifest, None)

@@ -35,7 +35,7 @@ from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, ma
 from weightbus.dataplane.reshard.send_schedule import make_send_schedule
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
-from weightbus.dataplane.transports.sends import receive_queue as inbox, send_queue as outbox
+from weightbus.dataplane.transports.sends import message_queues as queues
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 
 SHAPE = (768, 2048)
@@ -100,17 +100,17 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
     plan = plan_of(rows)
     found: dict[str, Any] = {"bytes": rows * ROW, "bare_sendrecv_s": bare(group, rank, memory), "equal": True}
     for seed, (turn_mb, alone_mb, under_way) in enumerate(WAYS):
-        outbox.UNDER_WAY = inbox.UNDER_WAY = under_way  # type: ignore[misc]
+        queues.UNDER_WAY = under_way  # type: ignore[misc]
         made = make_send_schedule(plan, 1, turn_mb << 20, alone_mb << 20)
         messages, pack = made.of_rank(0, plan)
         times: list[float] = []
         box: Any
         engine = copy_engine_for(where)
         if rank:
-            box = inbox.ReceiveQueue(made.messages, made.unpack, [memory], engine, where, beside=True)
+            box = queues.ReceiveQueue(made.messages, made.unpack, [memory], engine, where, beside=True)
         else:
             fill(memory, seed, turned=True)
-            box = outbox.SendQueue([outbox.Mail(1, messages, pack)], [memory], engine)
+            box = queues.SendQueue([queues.Mail(1, messages, pack)], [memory], engine)
         for _ in range(ROUNDS):
             meet(group, where)
             began = time.perf_counter()

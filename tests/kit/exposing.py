@@ -15,7 +15,7 @@ from weightbus.dataplane.reshard.load_trace import LoadTrace, NotCopiedCause, St
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan, staging_layout
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.tensors.shards import Shards
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
+from weightbus.dataplane.transports.interface import ExportedWeights
 from weightbus.trainer_agent.export.memory_export import Exportable, MemoryExport
 from weightbus.trainer_agent.source import Source
 

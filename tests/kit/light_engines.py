@@ -42,7 +42,7 @@ from weightbus.control.server.metrics import configure_logging
 from weightbus.dataplane.copy.copy_engine import no_wait
 from weightbus.dataplane.copy.copy_torch import TorchCopies
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports.distributed.sidecar_receiver import SidecarReceiver
+from weightbus.dataplane.transports.distributed.receiver import SidecarReceiver
 from weightbus.dataplane.transports.interface import Address
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER

@@ -16,8 +16,7 @@ from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.dataplane.transports import registry as transports
-from weightbus.dataplane.transports.description import ReceiverContext
-from weightbus.dataplane.transports.interface import Address, TransferSession
+from weightbus.dataplane.transports.interface import Address, ReceiverContext, TransferSession
 
 from ..dataplane.loopback import LoopbackServer
 

@@ -33,9 +33,9 @@ from tests.kit.forked import say, serve
 from tests.kit.toy_direct import WAIT_S, ToyShard
 from tests.kit.toy_sends import SendingTrainer
 from weightbus.dataplane.transports.interface import Address
+from weightbus.dataplane.transports.sends.message_queues import SendQueue
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.dataplane.transports.sends.rank_sender import RankSender
-from weightbus.dataplane.transports.sends.send_queue import SendQueue
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.receive_thread import ReceiveThread
 

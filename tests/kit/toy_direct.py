@@ -20,8 +20,7 @@ from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSp
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.direct.sender import DirectSender
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
-from weightbus.dataplane.transports.interface import Address, Exporting, Peer, Receipt, TransferSession
+from weightbus.dataplane.transports.interface import Address, ExportedWeights, Exporting, Peer, Receipt, TransferSession
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.engine_agent.worker.model_tensors import ModelTensors

@@ -19,8 +19,7 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.local_memory import LocalMemory
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt, TransferSession
+from weightbus.dataplane.transports.interface import Address, ExportedWeights, Peer, Receipt, TransferSession
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.dataplane.transports.sends.rank_sender import RankSender
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver

@@ -17,16 +17,19 @@ from weightbus.dataplane.digest import tensor_digest
 from weightbus.dataplane.errors import TransferFailed, Unsupported
 from weightbus.dataplane.memory.torch_shared_memory import TorchSharedBuffers
 from weightbus.dataplane.processes.connections import Deadline
-from weightbus.dataplane.transports.description import LoadedBy, ReceiverContext, SenderContext, Transport
 from weightbus.dataplane.transports.interface import (
     JOIN_S,
     Address,
     EngineServer,
+    LoadedBy,
     Peer,
     Receipt,
+    ReceiverContext,
+    SenderContext,
     SharedBucket,
     Slot,
     TransferSession,
+    Transport,
 )
 
 _LOOK_S = 0.005

@@ -17,16 +17,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
-from ...errors import PeerLost, StaleSession, TransferFailed
+from ...errors import PeerLost, TransferFailed
 from ...processes import Deadline, Frames
 from ...tensors import DigestTable
-from .. import worker_messages as worker_wire
+from .. import plan_exchange as wire, worker_exchange as worker_wire
 from ..interface import Address, EngineServer, Exporting, Receipt, Tabled, TransferSession
 from ..plan_exchange import Agreement, Attempt, PlanExchange
-from ..plan_messages import reason_of
-from ..prerecorded_traces import PrerecordedTraces
+from ..prerecording import PrerecordedTraces
+from ..sessions import reason_of, shake_hands
 from ..worker_exchange import ReplayFailed
-from . import messages as wire
 
 _COPIED_S: Final = 30.0
 """For workers to copy a version and to prove it, besides what its bytes take."""
@@ -92,7 +91,7 @@ class DirectReceiver:
         attempt = Attempt(session, connection, engine, deadline)
         try:
             with exchange.timed("meet"):
-                exporters = _shake_hands(attempt)
+                exporters = self._shake_hands(attempt)
             with exchange.timed("held"), exchange.called(attempt, server):
                 for model in itertools.count() if server.drafts else (0,):
                     if not exchange.gather(attempt, server, model):
@@ -129,6 +128,16 @@ class DirectReceiver:
         self.close()
         self._exchange.shutdown()
 
+    @staticmethod
+    def _shake_hands(attempt: Attempt) -> tuple[Exporting, ...]:
+        """Raises `StaleSession`, `PeerLost`."""
+        hello = wire.Hello(channel=attempt.session.channel, epoch=attempt.session.epoch, engine=attempt.engine)
+        welcome = shake_hands(
+            wire.RECEIVER, attempt.connection, hello, attempt.session.epoch, wire.Welcome, attempt.deadline
+        )
+        attempt.layout = welcome.layout
+        return welcome.exporters
+
     def _copy(
         self, attempt: Attempt, exporters: Sequence[Exporting], agreement: Agreement
     ) -> list[worker_wire.PlanExecuted]:
@@ -164,19 +173,6 @@ class DirectReceiver:
             return session.known
         with self._exchange.timed("table"):
             return self._coming.result().table  # its thread hears under the session's deadline
-
-
-def _shake_hands(attempt: Attempt) -> tuple[Exporting, ...]:
-    """Raises `StaleSession`, `PeerLost`."""
-    session = attempt.session
-    attempt.say(wire.Hello(channel=session.channel, epoch=session.epoch, engine=attempt.engine))
-    reply = wire.RECEIVER.hear(attempt.connection, attempt.deadline, "the sender's welcome")
-    if isinstance(reply, wire.Refused | wire.Welcome) and reply.epoch != session.epoch:
-        raise StaleSession(reply.epoch, session.epoch)
-    if not isinstance(reply, wire.Welcome):
-        raise PeerLost(f"the sender refused this engine: {reason_of(reply)}")
-    attempt.layout = reply.layout
-    return reply.exporters
 
 
 def _hear_table(attempt: Attempt) -> Tabled:

@@ -6,9 +6,7 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import saved_version as saved_version
-    from .checkpoint_locks import Notes as Notes
-    from .checkpoint_writer import NOTES as NOTES, CheckpointWriter as CheckpointWriter
-    from .safetensors_file import DTYPES as DTYPES
+    from .checkpoint_files import DTYPES as DTYPES, NOTES as NOTES, CheckpointWriter as CheckpointWriter, Notes as Notes
     from .saved_version import (
         SavedReceiver as SavedReceiver,
         SavedVersion as SavedVersion,

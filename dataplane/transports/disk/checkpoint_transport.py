@@ -2,7 +2,7 @@
 
     <checkpoint_dir>/<channel>/v<version>-e<epoch>          the checkpoint; appears complete, by one rename
     <checkpoint_dir>/<channel>/v<version>-e<epoch>.tmp      being written
-    <checkpoint_dir>/<channel>/v<version>-e<epoch>.session  its readers (checkpoint_locks.py)
+    <checkpoint_dir>/<channel>/v<version>-e<epoch>.session  its readers (checkpoint_transport.py)
 
 Buckets become shards one by one, so the sender needs no memory beyond its staging. Receivers compare every tensor of
 the files with the digest table before the server is told of them. The newest `KEEP` checkpoints stay, and any that an
@@ -11,23 +11,161 @@ engine still reads.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
-from ...digest import tensor_digest as integrity
-from ...errors import PeerLost, TransferFailed, Unsupported
+from ...errors import PeerLost, StaleSession, TransferFailed, Unsupported
 from ...processes import Deadline
 from ..interface import JOIN_S, Address, EngineServer, Peer, Receipt, Slot, TransferSession
-from . import safetensors_file
-from .checkpoint_locks import POLL_S, CheckpointReader, Notes, SessionFolder
-from .checkpoint_writer import NOTES, CheckpointWriter
+from ..sessions import SenderState, check_bucket
+from .checkpoint_files import NOTES, CheckpointWriter, Notes, read_shard, shard_name
+
+POLL_S: Final = 0.02
+_SENDER: Final = "sender.json"
+_RECORD_BYTES: Final = 16 * 1024
+"""Every record has this length, so that a new one covers the old one; no reason escapes to more."""
+
+
+class _State(msgspec.Struct, frozen=True):
+    state: Literal["reading", "done", "failed"]
+    reason: str = ""
+
+
+class SessionFolder:
+    """The folder of one checkpoint, from either side."""
+
+    def __init__(self, path: Path, lock: int = -1) -> None:
+        self._path = path
+        self._lock = lock
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> SessionFolder:
+        """The folder that belongs to `checkpoint`, which need not exist."""
+        return cls(checkpoint.with_name(checkpoint.name + ".session"))
+
+    @classmethod
+    def create(cls, checkpoint: Path, notes: Notes, engines: Sequence[str]) -> SessionFolder:
+        """Sender: make the folder and hold its lock."""
+        path = checkpoint.with_name(checkpoint.name + ".session")
+        path.mkdir()
+        for engine in engines:
+            (path / f"reader-{engine}").touch()
+        lock = os.open(path / _SENDER, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, msgspec.json.encode(notes))
+        return cls(path, lock)
+
+    def check(self, expected: Notes) -> None:
+        """Receiver: raise unless the sender writes what is expected (`StaleSession` for another epoch)."""
+        try:
+            found = msgspec.json.decode((self._path / _SENDER).read_bytes(), type=Notes)
+        except (OSError, ValueError) as error:
+            raise PeerLost(f"{self._path}: is checkpoint_dir the same folder on both sides? {error}") from error
+        if found.epoch != expected.epoch:
+            raise StaleSession(found.epoch, expected.epoch)
+        if found != expected:
+            raise TransferFailed(f"{self._path} announces {found}, expected {expected}")
+
+    def sender_alive(self) -> bool:
+        """The sender still holds its lock."""
+        return _locked(self._path / _SENDER)
+
+    def reader(self, engine: str) -> CheckpointReader:
+        """What one engine's agent says, or says through this."""
+        return CheckpointReader(self._path / f"reader-{engine}")
+
+    def being_read(self) -> bool:
+        """Some agent may still be reading."""
+        return any(_locked(path) for path in self._path.glob("reader-*"))
+
+    def release(self) -> None:
+        """Sender: the session is over."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+class CheckpointReader:
+    """One engine's file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = -1
+
+    def come(self, deadline: Deadline) -> None:
+        """Receiver: take the lock. Raises `PeerLost` when the sender did not invite this engine."""
+        try:
+            self._lock = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise PeerLost(f"{self._path.name} was not invited to this session") from error
+        except OSError as error:
+            raise Unsupported(f"{self._path} must be writable for the engine agent: {error.strerror}") from error
+        while not _try_lock(self._lock, fcntl.LOCK_EX):
+            time.sleep(min(POLL_S, deadline.check(f"another agent to let go of {self._path.name}")))
+        self.note("reading")
+
+    def note(self, state: Literal["reading", "done", "failed"], reason: str = "") -> None:
+        """Receiver: say how it goes."""
+        record = msgspec.json.encode(_State(state, reason[: _RECORD_BYTES // 16]))
+        os.pwrite(self._lock, record.ljust(_RECORD_BYTES), 0)
+
+    def go(self) -> None:
+        """Receiver: let go of the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    @property
+    def state(self) -> str:
+        """``reading``, ``done``, ``failed``, or empty while no reader has come."""
+        return self._read().state if self._path.stat().st_size else ""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed."""
+        return self._read().reason
+
+    def died(self) -> bool:
+        """The file says that its owner reads, and no process holds its lock."""
+        return not _locked(self._path) and self._read().state == "reading"
+
+    def _read(self) -> _State:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=_State)
+        except ValueError:  # read while it was being written: the next look will see it whole
+            return _State("reading")
+
+
+def _locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try_lock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
 
 KEEP: Final = 2
 """Checkpoints that stay: the newest, and the one before it for engines that come late."""
@@ -35,10 +173,11 @@ KEEP: Final = 2
 _CHECKPOINT: Final = re.compile(r"^v(\d+)-e(\d+)$")
 
 
-class DiskSender:
+class DiskSender(SenderState):
     """Writes checkpoints below `checkpoint_dir`; config and tokenizer files come from `hf_config_dir`, if given."""
 
     def __init__(self, checkpoint_dir: Path, channel: str, hf_config_dir: Path | None = None, keep: int = KEEP) -> None:
+        super().__init__()
         self._root = checkpoint_dir / channel
         self._hf_config_dir = hf_config_dir
         self._keep = keep
@@ -47,24 +186,13 @@ class DiskSender:
         self._writer: CheckpointWriter | None = None
         self._target = self._root
         self._live: set[str] = set()
-        self._failed: dict[str, str] = {}
-        self._withdrawn: dict[str, str] = {}
         self._complete = False
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """Engines that did not load the checkpoint, with the reason."""
-        return self._failed
-
-    @property
-    def spared(self) -> frozenset[str]:
-        """Always empty: no engine fails for another."""
-        return frozenset()
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Begin a checkpoint. Raises `Unsupported` when the folder cannot be written."""
         self.close()
-        self._session, self._failed, self._withdrawn, self._complete = session, {}, {}, False
+        self._begin_session()
+        self._session, self._complete = session, False
         self._live = {peer.engine for peer in peers}
         self._target = self._root / f"v{session.version}-e{session.epoch}"
         try:
@@ -80,14 +208,14 @@ class DiskSender:
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
         """Wait until every engine's agent has come to read, or is in `failed`: agents that have not within `join_s`."""
         self._wait(min(deadline_s, join_s), lambda engine: self._reader(engine).state == "", "did not come")
-        self._require_some()
+        self._require_some(self._live)
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:
         """Write bucket `index` as a shard; returns when it is on the disk."""
         del deadline_s  # a write cannot be called off
         writer = self._written()
         self._drop_withdrawn()
-        self._require_some()
+        self._require_some(self._live)
         try:
             writer.add(index, slot.memory)
         except OSError as error:
@@ -106,10 +234,6 @@ class DiskSender:
             return
         self._wait(deadline_s, lambda engine: self._reader(engine).state != "done", "had not loaded the checkpoint")
         self._prune()
-
-    def withdraw(self, engine: str, reason: str) -> None:
-        """Drop `engine` when this sender waits, or writes a shard, the next time."""
-        self._withdrawn.setdefault(engine, reason)
 
     def close(self) -> None:
         """End the session; an incomplete checkpoint is removed, a complete one stays."""
@@ -190,30 +314,20 @@ class DiskSender:
                 self._drop(engine, reason)
 
     def _drop(self, engine: str, reason: str) -> None:
-        self._failed.setdefault(engine, reason)
+        self.failed.setdefault(engine, reason)
         self._live.discard(engine)
 
     def _fail_all(self, reason: str) -> None:
         for engine in sorted(self._live):
             self._drop(engine, reason)
 
-    def _require_some(self) -> None:
-        if not self._live:
-            reasons = "; ".join(f"{engine}: {reason}" for engine, reason in self._failed.items())
-            raise TransferFailed(f"no engine is left to serve ({reasons})")
-
 
 class DiskReceiver:
     """Reads a checkpoint once it is complete, compares every tensor, and has the server load the folder."""
 
     def __init__(self) -> None:
-        self._touched = False
+        self.touched = False
         self._reader: CheckpointReader | None = None
-
-    @property
-    def touched(self) -> bool:
-        """The server was asked to change weights in the last session."""
-        return self._touched
 
     def receive(  # noqa: PLR0917
         self,
@@ -227,7 +341,7 @@ class DiskReceiver:
         """Wait for the checkpoint, check it, load it."""
         del rank_offset  # there is no group here
         self.close()
-        self._touched = False
+        self.touched = False
         deadline = Deadline(deadline_s)
         target = Path(address.address)
         folder = SessionFolder.of(target)
@@ -237,7 +351,7 @@ class DiskReceiver:
         try:
             self._await_checkpoint(folder, target, deadline)
             self._check(target, session)
-            self._touched = True
+            self.touched = True
             server.load_checkpoint(os.fspath(target), deadline.check("time to load the checkpoint"))
             reader.note("done")
         except Exception as error:
@@ -275,11 +389,9 @@ class DiskReceiver:
 
 def check_tensors(target: Path, session: TransferSession) -> None:
     """Raise `DigestMismatch` unless every tensor of the checkpoint is the one of the session's table."""
-    manifest = session.manifest
-    for index, bucket in enumerate(manifest.buckets):
-        memory = safetensors_file.read(target / safetensors_file.file_name(manifest, index), manifest, index)
-        names = [tensor.name for tensor in manifest.tensors_of(index)]
-        integrity.check_digests(memory, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
+    for index in range(len(session.manifest.buckets)):
+        path = target / shard_name(session.manifest, index)
+        check_bucket(session, index, read_shard(path, session.manifest, index))
 
 
 def _notes(session: TransferSession) -> Notes:

@@ -1,7 +1,7 @@
 """Versions that a trainer keeps as files, as engines find and load them by themselves.
 
     <save_dir>/<channel>/checkpoint-<version>/
-        shards, index, config, weightbus.json      a checkpoint like any other (checkpoint_writer.py)
+        shards, index, config, weightbus.json      a checkpoint like any other (checkpoint_files.py)
         weightbus-manifest.msgpack                 what it consists of
         weightbus-table.msgpack                    its digests, and what engines must report of their parameters
         weightbus-publication.json                 what the trainer announced, with its seal where keys are used
@@ -27,9 +27,8 @@ from ...errors import TransferFailed
 from ...processes import Deadline
 from ...tensors import blob_digest
 from ..interface import Address, EngineServer, Receipt, TransferSession
-from .checkpoint_locks import Notes
+from .checkpoint_files import NOTES, Notes
 from .checkpoint_transport import check_tensors
-from .checkpoint_writer import NOTES
 
 MANIFEST: Final = "weightbus-manifest.msgpack"
 TABLE: Final = "weightbus-table.msgpack"
@@ -104,12 +103,7 @@ class SavedReceiver:
     """Has a server load a version that lies there already. Implements `transport.Receiver`; no trainer takes part."""
 
     def __init__(self) -> None:
-        self._touched = False
-
-    @property
-    def touched(self) -> bool:
-        """The server was asked to change weights in the last session."""
-        return self._touched
+        self.touched = False
 
     def receive(  # noqa: PLR0917
         self,
@@ -122,7 +116,7 @@ class SavedReceiver:
     ) -> Receipt:
         """Compare every tensor with the table, then have the folder loaded."""
         del engine, rank_offset
-        self._touched = False
+        self.touched = False
         deadline = Deadline(deadline_s)
         target = Path(address.address)
         with staying(target):
@@ -141,6 +135,6 @@ class SavedReceiver:
         if notes is None or (notes.channel, notes.version, notes.manifest, notes.table) != wanted:
             raise TransferFailed(f"{target} holds {notes}, expected version {session.version} as it was committed")
         check_tensors(target, session)
-        self._touched = True
+        self.touched = True
         server.load_checkpoint(os.fspath(target), deadline.check("time to load the checkpoint"))
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)

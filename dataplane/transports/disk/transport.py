@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ...errors import Unsupported
-from ..description import LoadedBy, ReceiverContext, SenderContext, Transport
+from ..interface import LoadedBy, ReceiverContext, SenderContext, Transport
 
 if TYPE_CHECKING:
     from ..interface import Receiver, Sender

@@ -8,16 +8,21 @@ the backend object is built directly: the trainer's default group, its timeouts 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Final, Protocol, cast
+from functools import partial
+from typing import Final, Protocol, TypeVar, cast
 
 import torch
 
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 
 from ...errors import DeadlineExceeded, TransferFailed
-from ...processes import Deadline, bucket_timeout_s, process_groups as backends
+from ...processes import Deadline, SerialCalls, bucket_timeout_s, process_groups as backends, run_all_within
+from ..broadcast_order import GroupSettings, own_group
 from .source_watchdog import Connections, SourceWatchdog, connections_of
 
 ROOT: Final = 0
@@ -174,3 +179,187 @@ class BroadcastGroup:
         self.connections.end()  # which another process has, too
         if self._stand_in is not None:
             self._stand_in.close()
+
+
+STILL_S: Final = 10.0
+"""How much longer than the others an engine may take for a bucket; and three times as long as they took."""
+STILL_FORMING_S: Final = 15.0
+"""... for its group to form, after the first of the others: a server imports and connects for the first time."""
+AWAY_S: Final = 1.0
+"""A source looks every few milliseconds. After a longer gap it was stopped itself: only so much of it counts."""
+BREAK_OFF_S: Final = 5.0
+"""How long all groups of a session are waited for while they are left."""
+_FACTOR: Final = 3.0
+
+_Group = TypeVar("_Group", bound="Leaving")
+
+
+class Stalled(TransferFailed):
+    """Others have done what these have not, since long."""
+
+    def __init__(self, members: tuple[int, ...], what: str, seconds: float) -> None:
+        self.members = members
+        """Which of the engines, counted in the order of their ranks."""
+        super().__init__(f"{what}: others had, and {seconds:.1f} s later this engine had not; it stands still")
+
+
+class Stragglers:
+    """Tells slow engines from stalled ones, by the progress of the others. Pure."""
+
+    def __init__(self, what: str, since: float, still_s: float) -> None:
+        """`what` no engine had done at `since`."""
+        self._what, self._since, self._still_s = what, since, still_s
+        self._last: float | None = None
+        self._seen = 0
+        self._looked, self._waited_s = since, 0.0
+        """When last, and how long since the last one had."""
+
+    def look(self, done: Sequence[bool], now: float) -> None:
+        """Of every engine, whether it has. Raises `Stalled` when the others had time enough.
+
+        To be called all the time. While it is not called, the source itself is stalled, and no engine gets anything.
+        """
+        count = sum(done)
+        self._waited_s += min(now - self._looked, AWAY_S)
+        self._looked = now
+        if count > self._seen:
+            self._seen, self._last, self._waited_s = count, now, 0.0
+        if self._last is None or count == len(done):
+            return
+        if self._waited_s > self._still_s + _FACTOR * (self._last - self._since):
+            late = tuple(member for member, each in enumerate(done) if not each)
+            raise Stalled(late, self._what, self._waited_s)
+
+
+class Behind:
+    """Tells the engine that keeps others waiting in a group of all, by the bucket that each has come to. Pure.
+
+    NCCL hands a bucket from rank to rank: behind one that does not come to it none gets it, and the source may be
+    through with it long before.
+    """
+
+    def __init__(self, since: float) -> None:
+        self._at: tuple[int, ...] = ()
+        self._looked, self._waited_s, self._longest_s = since, 0.0, 0.0
+
+    def look(self, at: Sequence[int], now: float) -> None:
+        """Raises `Stalled` when no engine has gone on for long, and some have come further than others.
+
+        To be called all the time, as `Stragglers.look`. How long is too long follows from the longest step so far.
+        """
+        self._waited_s += min(now - self._looked, AWAY_S)
+        self._looked = now
+        if tuple(at) != self._at:
+            self._longest_s = max(self._longest_s, self._waited_s)
+            self._at, self._waited_s = tuple(at), 0.0
+        first = max(at, default=0)
+        late = tuple(member for member, bucket in enumerate(at) if bucket < first)
+        if late and self._waited_s > STILL_S + _FACTOR * self._longest_s:
+            raise Stalled(late, f"to come to bucket {first}", self._waited_s)
+
+
+class EngineGroups:
+    """Rank 0 of a group with each engine. Used as a `BroadcastGroup`."""
+
+    def __init__(self, name: str, groups: Sequence[BroadcastGroup]) -> None:
+        """`name` is of all of them together."""
+        self.name = name
+        self._groups = tuple(groups)
+        self._stand_in: SourceWatchdog | None = None
+        """One for all."""
+
+    @classmethod
+    def form(  # noqa: PLR0917
+        cls,
+        store: Callable[[], Store],
+        name: str,
+        host: str,
+        device: torch.device,
+        groups: GroupSettings,
+        deadline: Deadline,
+    ) -> EngineGroups:
+        """Blocks until all have formed, of engines that are `apart`; `store` makes a client for each."""
+        forming: dict[int, Future[BroadcastGroup]] = {}
+        first = 1
+        for member, (workers, ranks) in enumerate(zip(groups.ranks, groups.apart, strict=True)):
+            own = own_group(name, first)
+            make = partial(_form, store, own, host, device, 1 + ranks, deadline)
+            forming[member] = SerialCalls("weightbus-broadcast").submit(make)
+            first += workers
+        stragglers = Stragglers("its group to form", time.monotonic(), STILL_FORMING_S)
+        try:
+            while not all(each.done() for each in forming.values()):
+                for each in forming.values():
+                    if each.done():
+                        each.result()  # raises where it failed
+                stragglers.look([each.done() for each in forming.values()], time.monotonic())
+                deadline.check(f"groups of {name} to form")
+                time.sleep(_POLL_S)
+            return cls(name, [each.result() for each in forming.values()])
+        except Exception:
+            break_off([partial(break_when_formed, each) for each in forming.values()])
+            raise
+
+    @property
+    def hung_up(self) -> bool:
+        """See `BroadcastGroup`."""
+        return self._stand_in is not None and self._stand_in.hung_up
+
+    def use(self, used: bool) -> None:
+        """See `BroadcastGroup`."""
+        connections = [group.connections for group in self._groups]
+        if self._stand_in is None and used and any(each.files for each in connections):
+            self._stand_in = SourceWatchdog(connections)
+        if self._stand_in is not None:
+            self._stand_in.use(used)
+
+    def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
+        """Send `memory` to every engine; returns when it may be written again."""
+        deadline = to_be_taken(memory, deadline)
+        stragglers = Stragglers("to take a bucket", time.monotonic(), STILL_S)
+        works = [(group, group.begin(memory, deadline)) for group in self._groups]
+        ended = [False] * len(works)
+        while not all(ended):
+            ended = [was or group.ended(work) for was, (group, work) in zip(ended, works, strict=True)]
+            stragglers.look(ended, time.monotonic())
+            deadline.check(f"every engine of {self.name} to take a broadcast")
+            time.sleep(_POLL_S)
+
+    def abort(self) -> None:
+        """Break all off, also while another thread is in `broadcast`."""
+        ends = [group.abort for group in self._groups]
+        if self._stand_in is not None:
+            ends.append(self._stand_in.close)
+        break_off(ends)
+
+
+def _form(  # noqa: PLR0917
+    store: Callable[[], Store], name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
+) -> BroadcastGroup:
+    return BroadcastGroup.form(store(), name, host, device, world_size, deadline)
+
+
+def break_off(ends: Sequence[Callable[[], None]]) -> None:
+    """Do all of `ends`, each of which leaves a group or what belongs to it, within `BREAK_OFF_S`.
+
+    Beside one another: over NCCL one may take that long, and wait for another one. Raises as `run_all_within`.
+    """
+    run_all_within(BREAK_OFF_S, ends, "weightbus-break-off")
+
+
+class Leaving(Protocol):
+    """A group that can be left."""
+
+    def abort(self) -> None:
+        """Break it off."""
+        ...
+
+
+def break_when_formed(forming: Future[_Group]) -> None:
+    """Not waited for any more: the thread that forms it leaves it as soon as it has formed."""
+
+    def leave(formed: Future[_Group]) -> None:
+        if not formed.cancelled() and formed.exception() is None:
+            formed.result().abort()
+
+    forming.add_done_callback(leave)

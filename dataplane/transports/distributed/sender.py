@@ -1,8 +1,8 @@
 """Other hosts, or GPUs that cannot map each other: for each source rank one group of it and every engine rank.
 
 Members are the workers of servers, as the field does it, or in their place an engine's agent, which hands every bucket
-on to its server (`sidecar_receiver.py`): each agent says which when it comes. Over gloo every engine has a group of its
-own with each source (`engine_groups.py`); what is said here of a group is then said of all of them.
+on to its server (`receiver.py`): each agent says which when it comes. Over gloo every engine has a group of its
+own with each source (`broadcast_group.py`); what is said here of a group is then said of all of them.
 
 A source broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart. This
 is the leading source; where there are several (`broadcast_order.py`), the others do their part by `source_rank.py`. All
@@ -31,8 +31,8 @@ from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, SerialCalls, bracket_ipv6, join_store, new_token, process_group_backend, serve_store
 from ..broadcast_order import GroupSettings, Sources
 from ..interface import JOIN_S, Address, Peer, Slot, TransferSession
-from .broadcast_group import BroadcastGroup
-from .engine_groups import STILL_FORMING_S, STILL_S, Behind, EngineGroups, Stalled, Stragglers
+from ..sessions import SenderState
+from .broadcast_group import STILL_FORMING_S, STILL_S, Behind, BroadcastGroup, EngineGroups, Stalled, Stragglers
 from .rendezvous_keys import BY_SIDECAR, POLL_S, Rendezvous, holding, settled, source_name
 from .store_proxy import lead_nowhere
 
@@ -49,10 +49,11 @@ _LOOK_S: Final = 0.001
 _T = TypeVar("_T")
 
 
-class DistributedSender:
+class DistributedSender(SenderState):
     """Rank 0. `host` is the address under which every engine's workers reach this machine."""
 
     def __init__(self, host: str, channel: str, device: torch.device) -> None:
+        super().__init__()
         self._host = host
         self._channel = channel
         self._device = device
@@ -80,23 +81,10 @@ class DistributedSender:
         self.differing: tuple[str, ...] = ()
         self._peers: tuple[Peer, ...] = ()
         """Engines of this session."""
-        self._failed: dict[str, str] = {}
-        self._withdrawn: dict[str, str] = {}
-        self._spared: frozenset[str] = frozenset()
         self._sends: dict[int, Future[None]] = {}
         self._calls = SerialCalls("weightbus-broadcast")
         self._forming = self._began = self._finished = False
         self._token = ""
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """Engines that will not get every bucket, with the reason: none, or all."""
-        return self._failed
-
-    @property
-    def spared(self) -> frozenset[str]:
-        """Engines that were well when another one failed, before the first broadcast."""
-        return self._spared
 
     def divide(self, sources: Sources | None) -> None:
         """See `transport.Dividing`."""
@@ -112,7 +100,8 @@ class DistributedSender:
             self._rendezvous.clear()
         self._session, self._peers = session, tuple(peers)
         self._sources, self._lost, self.differing = self._divided or Sources.one(len(session.manifest.buckets)), "", ()
-        self._failed, self._withdrawn, self._spared, self._sends = {}, {}, frozenset(), {}
+        self._begin_session()
+        self._sends = {}
         self._forming = self._began = self._finished = False
         self._behind = None
         self._due = self._behind_due = 0.0
@@ -158,8 +147,8 @@ class DistributedSender:
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:
         """Start the broadcast of bucket `index` from `slot`. Another source sends its own by itself."""
         _, session = self._open()
-        if self._failed or self._group is None:
-            raise TransferFailed(f"no engine is left to serve ({next(iter(self._failed.values()), 'never ready')})")
+        if self.failed or self._group is None:
+            raise TransferFailed(f"no engine is left to serve ({next(iter(self.failed.values()), 'never ready')})")
         self._began = True
         if self._sources.of[index]:
             return
@@ -171,7 +160,7 @@ class DistributedSender:
     def reclaim(self, index: int, deadline_s: float) -> None:
         """Wait until bucket `index` has left its slot. On failure all engines are in `failed` when this returns."""
         try:
-            if self._sources.of[index] and not self._failed:
+            if self._sources.of[index] and not self.failed:
                 self._await_source(index, Deadline(deadline_s))
             if index not in self._sends:
                 return
@@ -186,17 +175,13 @@ class DistributedSender:
         try:
             for index in self._sends:
                 self._await_sent(index, deadline)
-            if not self._failed:
+            if not self.failed:
                 self._wait_for("done", "to take every bucket", deadline, STILL_S)
                 self._finished = True
                 if self._group is not None:
                     self._group.use(False)
         except TransferFailed as error:
             self._fail_all(error)
-
-    def withdraw(self, engine: str, reason: str) -> None:
-        """End the session for all, when this sender waits the next time."""
-        self._withdrawn.setdefault(engine, reason)
 
     def close(self) -> None:
         """End the session. The group survives it if it ended well; the store does in any case."""
@@ -322,7 +307,7 @@ class DistributedSender:
             try:
                 left = deadline.check(f"{', '.join(missing)} {what}")
             except DeadlineExceeded as error:
-                self._failed.update({engine: str(error) for engine in missing if engine in self._engines})
+                self.failed.update({engine: str(error) for engine in missing if engine in self._engines})
                 raise
             time.sleep(min(POLL_S, left))
 
@@ -338,7 +323,7 @@ class DistributedSender:
         rendezvous, _ = self._open()
         reasons = self._withdrawn | rendezvous.heard_from("failed", self._engines)
         if gone := [engine for engine in self._engines if engine in reasons]:
-            self._failed.update({engine: reasons[engine] for engine in _silent(rendezvous, "done", gone)})
+            self.failed.update({engine: reasons[engine] for engine in _silent(rendezvous, "done", gone)})
         for source, reason in rendezvous.heard_from("failed", self._others).items():
             self._source_failed(source, reason, rendezvous.heard("still", source) or "")
         # Last: it is said before all that, and engines cannot say which member is at fault.
@@ -346,31 +331,31 @@ class DistributedSender:
             if named:
                 self.differing = tuple(named.split(","))
                 self._lost = f"{source} gave up: the weights changed between the digest and the transfer"
-                self._failed.clear()
+                self.failed.clear()
                 raise PeerLost(self._lost)
-        if self._lost and not self._failed:
+        if self._lost and not self.failed:
             raise PeerLost(self._lost)
-        if self._failed:
-            raise PeerLost("; ".join(f"{engine} gave up: {reason}" for engine, reason in self._failed.items()))
+        if self.failed:
+            raise PeerLost("; ".join(f"{engine} gave up: {reason}" for engine, reason in self.failed.items()))
 
     def _source_failed(self, source: str, reason: str, still: str) -> None:
         """It is lost, or has found that engines stand still: those are, then."""
         found = [engine for member, engine in enumerate(self._engines) if str(member) in still.split(",")]
         for engine in found:
-            self._failed.setdefault(engine, reason)
+            self.failed.setdefault(engine, reason)
         if not found and not self._lost:
             self._lost = f"{source} gave up: {reason}"
 
     def _fail_all(self, error: DataplaneError) -> None:
         """A group of which one member is lost is lost."""
         if isinstance(error, Stalled):
-            self._failed.update({self._engines[member]: str(error) for member in error.members})
+            self.failed.update({self._engines[member]: str(error) for member in error.members})
         self._hear_reasons()
         engines = frozenset(self._engines)
-        if self._failed and not self._began and not self._spared:
-            self._spared = engines - self._failed.keys()
+        if self.failed and not self._began and not self.spared:
+            self.spared = engines - self.failed.keys()
         for engine in engines:
-            self._failed.setdefault(engine, self._lost or str(error))
+            self.failed.setdefault(engine, self._lost or str(error))
         if self._rendezvous is not None:
             self._rendezvous.announce("over", str(error))
         self._sends.clear()
@@ -381,7 +366,7 @@ class DistributedSender:
         if self._rendezvous is None or self._session is None:
             return
         deadline = Deadline(_REASONS_S)
-        while deadline.left() and not self._failed and not self._lost:
+        while deadline.left() and not self.failed and not self._lost:
             try:
                 self._check_receivers()
             except PeerLost:

@@ -29,8 +29,7 @@ from ...processes import (
 )
 from ..broadcast_order import GroupSettings, Sources
 from ..interface import Address
-from .broadcast_group import BroadcastGroup
-from .engine_groups import EngineGroups, Stalled, break_when_formed
+from .broadcast_group import BroadcastGroup, EngineGroups, Stalled, break_when_formed
 from .rendezvous_keys import POLL_S, RendezvousKeys, settled, source_name
 from .sender import FORM_S
 

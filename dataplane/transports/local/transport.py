@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ...processes import default_runtime_dir
-from ..description import LoadedBy, ReceiverContext, SenderContext, Transport
+from ..interface import LoadedBy, ReceiverContext, SenderContext, Transport
 
 if TYPE_CHECKING:
     from ..interface import Receiver, Sender
 
 
 def _sender(context: SenderContext) -> Sender:
-    from .sender import LocalSender  # noqa: PLC0415  costs the import of torch
+    from .shared_buckets import LocalSender  # noqa: PLC0415  costs the import of torch
 
     return LocalSender(context.runtime_dir or default_runtime_dir(), context.channel)
 
 
 def _receiver(context: ReceiverContext) -> Receiver:
-    from .receiver import LocalReceiver  # noqa: PLC0415  costs the import of torch
+    from .shared_buckets import LocalReceiver  # noqa: PLC0415  costs the import of torch
 
     return LocalReceiver(context.runtime_dir or default_runtime_dir())
 

@@ -9,23 +9,191 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
 
-from ...errors import DataplaneError, OutOfStagingMemory, PeerLost, TransferFailed
-from ...processes import Deadline, start_thread
+from ...errors import DataplaneError, DeadlineExceeded, OutOfStagingMemory, PeerLost, TransferFailed
+from ...processes import Deadline, connect_store, local_address_towards, parse_tcp_address, start_thread
 from ..interface import Group
-from .group_cache import GroupCache
-from .group_forming import join
+from .message_queues import QueuePair
 from .messages import BEAT_S
 from .nixl_group import NixlGroup
 from .p2p_group import NOBODY, P2PGroup
-from .send_queue import QueuePair
+
+SLACK_S: Final = 60.0
+"""A group is kept so much longer than it is named: a member that has said that it has one can still use it."""
+
+
+class _Kept(NamedTuple):
+    group: P2PGroup
+    until: float
+    timer: threading.Timer
+
+
+class GroupCache:
+    """Of one member. May be used from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, _Kept] = {}
+        """By name."""
+        self._forming: GroupForming | None = None
+        """Begun before it is known that it will be used."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the groups that can be used again."""
+        now = time.monotonic()
+        with self._lock:
+            return tuple(name for name, each in self._kept.items() if not each.group.broken and now < each.until)
+
+    def keep(self, name: str, group: P2PGroup, keep_s: float) -> None:
+        """Everything has moved in `group`, which may be used again within `keep_s`."""
+        self._drop([name])
+        if keep_s <= 0 or group.broken:
+            return group.close()
+        timer = threading.Timer(keep_s + SLACK_S, self._drop, ([name],))
+        timer.name, timer.daemon = "weightbus-standing", True
+        with self._lock:
+            self._kept[name] = _Kept(group, time.monotonic() + keep_s, timer)
+        timer.start()
+        return None
+
+    def begin(self, forming: GroupForming) -> None:
+        """A group forms that may be asked for until it is called off. So may those that are kept, instead."""
+        self.call_off()
+        with self._lock:
+            self._forming = forming
+
+    def call_off(self) -> None:
+        """The forming group will not be used."""
+        with self._lock:
+            forming, self._forming = self._forming, None
+        if forming is not None:
+            forming.discard()
+
+    def take(self, name: str, others: Collection[str] = ()) -> P2PGroup | None:
+        """The group of that name, which is the caller's now. All are let go of but `others`.
+
+        One that still forms is waited for. Raises `TransferFailed` where it did not.
+        """
+        with self._lock:
+            known = self._kept.get(name)
+            if known is not None and not known.group.broken:
+                del self._kept[name]
+                known.timer.cancel()
+            else:
+                known = None
+            forming = None
+            if known is None and self._forming is not None and self._forming.name == name:
+                forming, self._forming = self._forming, None
+            unwanted = [each for each in self._kept if each not in others]
+        self.call_off()
+        self._drop(unwanted)
+        if known is not None:
+            return known.group
+        return forming.result() if forming is not None else None
+
+    def discard(self) -> None:
+        """Let go of all of them, even where members are still in one."""
+        self.call_off()
+        with self._lock:
+            names = tuple(self._kept)
+        self._drop(names)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        with self._lock:
+            dropped = [self._kept.pop(name) for name in names if name in self._kept]
+        for each in dropped:
+            each.timer.cancel()
+            each.group.drop()
+
+
+_MOST_PAIRS: Final = 64
+"""Of a rank and a worker, that are connected before it is known which of them exchange anything."""
+
+
+def join(
+    where: Group,
+    device: torch.device,
+    *,
+    to: frozenset[int] = NOBODY,
+    from_: frozenset[int] = NOBODY,
+    memory: Sequence[torch.Tensor] = (),
+) -> P2PGroup | NixlGroup:
+    """The group, formed under its own deadline. Raises `TransferFailed`."""
+    deadline = Deadline(where.form_s)
+    store = connect_store(where.store, deadline)
+    mine = local_address_towards(*parse_tcp_address(where.store))
+    if where.nixl:
+        return NixlGroup.form(
+            store, where.name, mine, device, where.rank, where.size, deadline, to=to, from_=from_, memory=memory
+        )
+    return P2PGroup.form(store, where.name, mine, device, where.rank, where.size, deadline, to=to, from_=from_)
+
+
+class GroupForming:
+    """Joins a group on a thread of its own, for a transfer that asks for it later. May be used from several threads."""
+
+    def __init__(self, where: Group, device: torch.device) -> None:
+        """`where.ranks` of its members are the trainer's, and come first; they send to the others."""
+        self.name = where.name
+        self.form_s = where.form_s
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._group: P2PGroup | None = None
+        self._error: Exception | None = None
+        self._unwanted = False
+        ranks, workers = frozenset(range(where.ranks)), frozenset(range(where.ranks, where.size))
+        sends = where.rank < where.ranks
+        pairs = len(ranks) * len(workers) <= _MOST_PAIRS
+        to, from_ = (workers, NOBODY) if sends else (NOBODY, ranks)
+        self._arguments = where, device, to if pairs else NOBODY, from_ if pairs else NOBODY
+        start_thread(self._form, "weightbus-forming")
+
+    def result(self) -> P2PGroup:
+        """The group, which is the caller's now. Raises what kept it from forming, `DeadlineExceeded`."""
+        if not self._over.wait(self.form_s):
+            self.discard()
+            raise DeadlineExceeded("the group to form", self.form_s)
+        with self._lock:
+            group, self._group = self._group, None
+        if self._error is not None:
+            raise self._error
+        if group is None:
+            raise PeerLost(f"group {self.name} is not here any more")
+        return group
+
+    def discard(self) -> None:
+        """It will not be used. Does not wait."""
+        with self._lock:
+            self._unwanted = True
+            group, self._group = self._group, None
+        if group is not None:
+            group.drop()
+
+    def _form(self) -> None:
+        where, device, to, from_ = self._arguments
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            found = join(where, device, to=to, from_=from_)
+            assert isinstance(found, P2PGroup)
+            with self._lock:
+                self._group = None if self._unwanted else found
+            if self._unwanted:
+                found.drop()
+        except TransferFailed as error:
+            self._error = error
+        except Exception as error:  # noqa: BLE001  it is raised where the group is asked for
+            self._error = TransferFailed(f"{type(error).__name__}: {error}")
+        self._over.set()
+
 
 _LOOK_S: Final = 0.02
 _SAY_FIRST_S: Final = 1.0

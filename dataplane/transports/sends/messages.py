@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import Final
 
 from ...processes import WireEnd, WireMessage
-from ..interface import Group
-from ..plan_messages import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
+from ..interface import Group, Layout
+from ..plan_exchange import Agreed, Failed, Finished, GiveLayout, Hello, Propose, Refused
 
 
 class RankHello(WireMessage, frozen=True, tag="RankHello"):

@@ -25,8 +25,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import ChunkTimeout, DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, Unsupported
 from ...processes import Deadline
-from .copy_stream import OwnStream
-from .p2p_group import MOVED, NOBODY, P2PChunk
+from .p2p_group import MOVED, NOBODY, OwnStream, P2PChunk
 
 _LOG: Final = logging.getLogger(__name__)
 _OURS: Final = (TypeError, AttributeError, LookupError, AssertionError)

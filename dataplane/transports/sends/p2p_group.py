@@ -2,7 +2,7 @@
 
 The trainer's ranks come first, then the workers of the engines. The name of a group and the address of its store are
 new in every epoch, so that no member of an earlier one can be in it; one that served without a fault may serve the same
-members again (group_cache.py).
+members again (group_transfer.py).
 
 A member that gives up breaks the group for all: NCCL by `abort`, gloo by `break_gloo` (process_groups.py).
 """
@@ -23,7 +23,29 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import ChunkTimeout, DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, process_groups as backends
-from .copy_stream import OwnStream
+
+
+class OwnStream:
+    """The stream of one device; on a CPU there is none, and everything happens where it is called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def lane(self) -> Generator[None, None, None]:
+        """Where copies into and out of messages are launched: in front of what is posted next."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def settle(self) -> None:
+        """Wait for what was launched in the lane."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
 
 _POLL_S: Final = 0.00005
 _WARM_S: Final = 20.0

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 
 from ...errors import ManifestError, TransferFailed
 from ...reshard import LoadTrace, ReshardPlan, SendMessages, SendSchedule, make_plan, make_send_schedule, rank_distances
-from ..exported_weights import ExportedWeights
-from ..plan_messages import Proposal
+from ..interface import ExportedWeights
+from ..plan_exchange import Proposal
 from . import messages as wire
 
 KEPT: Final = 16

@@ -20,10 +20,8 @@ from ...processes import BackgroundInit, Deadline, MacFrames
 from ...reshard import SendMessages
 from ..interface import Address
 from . import messages as wire
-from .group_cache import GroupCache
-from .group_forming import GroupForming
-from .group_transfer import GroupTransfer
-from .send_queue import Mail, SendQueue
+from .group_transfer import GroupCache, GroupForming, GroupTransfer
+from .message_queues import Mail, SendQueue
 
 _LOG: Final = logging.getLogger(__name__)
 _PACKET_S = 10.0

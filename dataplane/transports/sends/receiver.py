@@ -1,31 +1,34 @@
 """The half of the sidecar where weights are sent: it leads its workers through a round, and moves no bytes itself.
 
-Plans and proof are those of plan_exchange.py. Bytes come to a thread in each worker (worker_receivers.py) that stays
+Plans and proof are those of plan_exchange.py. Bytes come to a thread in each worker (receiver.py) that stays
 connected between rounds, joins the group of the epoch and receives. From the second round on that can happen while the
 server generates (`stage`); the server is paused for the swap only.
 """
 
 from __future__ import annotations
 
+import os
+import selectors
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from ...errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported, WorkerDied
-from ...processes import Deadline, Frames, MacFrames
+import msgspec
+
+from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, Unsupported, WorkerDied
+from ...processes import Deadline, FrameListener, Frames, MacFrames, find_ended_peer, open_runtime_dir
 from ...reshard import SendSchedule, make_send_schedule
 from ...tensors import Manifest
-from .. import worker_messages as worker_wire
+from .. import worker_exchange as worker_wire
 from ..interface import Address, EngineServer, Group, Receipt, TransferSession
 from ..plan_exchange import Agreement, Attempt, PlanExchange, ReadLayout
-from ..plan_messages import reason_of
-from ..prerecorded_traces import PrerecordedTraces
-from ..worker_exchange import ReplayFailed
+from ..prerecording import PrerecordedTraces
+from ..sessions import reason_of, shake_hands
+from ..worker_exchange import ReplayFailed, Workers
 from . import messages as wire
-from .worker_receivers import LeadSession, NotReceived, WorkerReceivers
 
 _SAY_S: Final = 10.0
 _MODEL: Final = 0
@@ -218,14 +221,11 @@ class SendsReceiver:
 
     def _shake_hands(self, attempt: Attempt) -> None:
         """Raises `StaleSession`, `PeerLost`."""
-        session, connection, deadline = attempt.session, attempt.connection, attempt.deadline
-        group = self._threads.group
-        attempt.say(wire.Hello(channel=session.channel, epoch=session.epoch, engine=attempt.engine, group=group))
-        reply = wire.RECEIVER.hear(connection, deadline, "the sender's invitation")
-        if isinstance(reply, wire.Refused | wire.Invited) and reply.epoch != session.epoch:
-            raise StaleSession(reply.epoch, session.epoch)
-        if not isinstance(reply, wire.Invited):
-            raise PeerLost(f"the sender refused this engine: {reason_of(reply)}")
+        session = attempt.session
+        hello = wire.Hello(
+            channel=session.channel, epoch=session.epoch, engine=attempt.engine, group=self._threads.group
+        )
+        reply = shake_hands(wire.RECEIVER, attempt.connection, hello, session.epoch, wire.Invited, attempt.deadline)
         self._cut, self._agreed = (reply.pair_bytes, reply.alone_bytes), frozenset(reply.plans)
         self._early, self._forming = reply.form, ""
         attempt.layout = reply.layout
@@ -350,3 +350,327 @@ def _over(connection: Frames) -> str:
         return reason_of(wire.RECEIVER.hear(connection, Deadline(_SAY_S), "the sender"))
     except (TransferFailed, OSError, ValueError) as error:
         return f"the sender is gone: {error}"
+
+
+_LOOK_S: Final = 0.02
+_END_S: Final = 5.0
+"""For workers to answer once it is over for another reason. One that stands still does not."""
+_CONNECT_S: Final = 60.0
+"""For workers whose thread was told to connect."""
+_VOUCHED_S: Final = 2 * wire.BEAT_S
+"""How long a worker that has said nothing is believed to move."""
+_SPARE: Final = 1.1
+"""Room for what is taken beside the parameters, as a multiple of it."""
+
+
+class WorkerStalled(TransferFailed):
+    """A worker of the server says nothing any more."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"worker {rank} of the server stands still: nothing was heard of it for {wire.SILENT_S:.1f} s")
+
+
+@dataclass(frozen=True, slots=True)
+class LeadSession:
+    """What a transfer needs of the sidecar's connection to the trainer."""
+
+    beat: Callable[[], None]
+    """This engine does not stand still."""
+    over: Callable[[], str]
+    """Why the attempt is over there; empty while it is not."""
+    failed: Callable[[str, bool], None]
+    """It is over here, and why; whether less at a time may do."""
+
+
+class WorkerReceivers:
+    """Used from one thread, but for `close`."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._listener: FrameListener | None = None
+        self._closed = False
+        self._threads: dict[int, Frames] = {}
+        """By the worker's rank."""
+        self._still: dict[int, tuple[Frames, float]] = {}
+        """Stalled workers' connections by rank, and when each was heard last. What comes later belongs to no round."""
+        self._asked: dict[int, float] = {}
+        """Ranks that `pulse` has asked and that have not answered, since when."""
+        self._ask_at = float("inf")
+        self._group: tuple[str, float, tuple[Frames, ...]] = ("", 0.0, ())
+        """The group of the last transfer, until when it may be used again, and its members."""
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def expect(self, workers: Workers, schedules: Sequence[SendSchedule], deadline: Deadline) -> None:
+        """Tell every worker what it will be sent, unless it knows, and have its thread connect."""
+        self._calm()
+        listener = self._listening()
+        there = {rank for rank, frames in self._threads.items() if not frames.readable()}
+        new = workers.expect(schedules, there, os.fspath(listener.path), deadline)
+        known = (there - new) & set(range(len(schedules)))  # not those of a server that was, and had more workers
+        for rank in set(self._threads) - known:
+            self._threads.pop(rank).close()
+        told = {rank: each.digest() for rank, each in enumerate(schedules) if rank in new}
+        coming = Deadline(min(deadline.left(), _CONNECT_S))
+        while new - set(self._threads):
+            frames = listener.accept(coming, "the workers' threads")
+            try:
+                self._take_in(frames, told, coming)
+                self._listening()
+            except DataplaneError:
+                frames.close()
+                raise
+
+    def _listening(self) -> FrameListener:
+        """The socket that threads connect to. Raises `PeerLost` after `close`, which closes it."""
+        if self._listener is None:
+            open_runtime_dir(self._runtime_dir)
+            self._listener = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
+        if self._closed:
+            self._listener.close()
+            raise PeerLost("the sidecar ends")
+        return self._listener
+
+    def _take_in(self, frames: Frames, told: Mapping[int, str], deadline: Deadline) -> None:
+        """Keep a thread that was `told` this schedule, by rank. Raises `PeerLost`, `DeadlineExceeded`.
+
+        Others are hung up on: one that comes so late may have been told by an attempt that is over.
+        """
+        hello = worker_wire.SIDECAR.hear(frames, deadline, "a worker's thread")
+        if not isinstance(hello, worker_wire.Expecting):
+            raise PeerLost(f"a worker's thread began with {_said(hello)}")
+        if told.get(hello.rank) != hello.schedule:
+            return frames.close()
+        if (before := self._threads.pop(hello.rank, None)) is not None:
+            before.close()
+        self._threads[hello.rank] = frames
+        return None
+
+    # -- are they there -----------------------------------------------------------------------------------------------
+
+    @property
+    def stalled(self) -> bool:
+        """A worker makes no progress, as far as is known."""
+        return bool(self._still)
+
+    def require_alive(self) -> None:
+        """Raise `WorkerDied` when a worker has.
+
+        Its server ends too, but takes seconds for it, in which it would have to be paused.
+        """
+        dead = [rank for rank, frames in self._threads.items() if frames.peer_ended()]
+        if dead:
+            raise WorkerDied(dead[0])
+
+    @property
+    def dead(self) -> int | None:
+        """The rank of a worker whose process has ended; None where none is known to have."""
+        return find_ended_peer(self._threads.items())
+
+    def require_moving(self) -> None:
+        """Raise `WorkerStalled` when a worker that stood still has said nothing since."""
+        self._calm()
+        for rank, (frames, heard_at) in sorted(self._still.items()):
+            if not frames.readable(max(0.0, heard_at + wire.SILENT_S - time.monotonic())):
+                raise WorkerStalled(rank)
+            self._still.pop(rank)[0].close()  # its thread begins anew, with a schedule; or it has died
+
+    def pulse(self) -> None:
+        """Called often while workers are waited for that need not say anything. Raises `WorkerStalled`."""
+        now = time.monotonic()
+        if self._ask_at == float("inf"):
+            self._ask_at = now + wire.BEAT_S
+        for rank in [rank for rank in self._asked if self._threads[rank].readable()]:
+            try:
+                worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
+            except DataplaneError:  # the exchange with its scheduler hears of it
+                self._threads.pop(rank).close()
+            del self._asked[rank]
+        for rank, asked_at in self._asked.items():
+            if now - asked_at > wire.SILENT_S:
+                self._stands(rank, asked_at)
+                raise WorkerStalled(rank)
+        if now < self._ask_at:
+            return
+        self._ask_at = now + wire.BEAT_S
+        for rank in set(self._threads) - set(self._asked):
+            self._ask(rank, now)
+
+    def _calm(self) -> None:
+        """Hear the answers that `pulse` still waits for; it is not called any more."""
+        for rank, asked_at in tuple(self._asked.items()):
+            try:
+                worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_END_S), f"worker {rank}")
+            except DeadlineExceeded:
+                self._stands(rank, asked_at)
+            except DataplaneError:
+                self._threads.pop(rank).close()
+        self._asked.clear()
+        self._ask_at = float("inf")
+
+    def room(self) -> str:
+        """Why the version cannot be taken beside what is served, empty when it can. Raises `WorkerStalled`."""
+        self._calm()
+        for rank, frames in sorted(self._threads.items()):
+            began = time.monotonic()
+            try:
+                if frames.readable():
+                    raise PeerLost("it is gone")
+                worker_wire.SIDECAR.say(frames, worker_wire.Weigh(), Deadline(_SAY_S))
+                room = worker_wire.SIDECAR.hear(frames, Deadline(wire.SILENT_S), f"worker {rank}")
+            except DeadlineExceeded as error:
+                self._stands(rank, began)
+                raise WorkerStalled(rank) from error
+            except DataplaneError as error:
+                self._threads.pop(rank).close()
+                return f"worker {rank}: {error}"
+            if not isinstance(room, worker_wire.Room) or room.free < room.needed * _SPARE:
+                found = (
+                    f"{room.needed} bytes are needed, {room.free} free" if isinstance(room, worker_wire.Room) else "?"
+                )
+                return f"worker {rank} has no room beside its weights: {found}"
+        return ""
+
+    # -- a transfer ---------------------------------------------------------------------------------------------------
+
+    def take(self, group: Group, leader: LeadSession, deadline: Deadline, *, beside: bool) -> list[worker_wire.Taken]:
+        """Have all of them join `group`, as its rank and those that follow, and receive everything.
+
+        The first failure, here or elsewhere, ends it for all. Raises `NotReceived`.
+        """
+        self._calm()
+        for at, rank in enumerate(sorted(self._threads)):
+            mine = msgspec.structs.replace(group, rank=group.rank + at)
+            worker_wire.SIDECAR.say(self._threads[rank], worker_wire.Take(group=mine, beside=beside), deadline)
+        members, self._group = tuple(self._threads.values()), ("", 0.0, ())
+        taken = _Transfer(self._threads, leader, beside=beside).outcomes(deadline, self._stands)
+        self._group = group.name, time.monotonic() + group.keep_s, members
+        return taken
+
+    @property
+    def group(self) -> str:
+        """The one that all workers still have from the last transfer; empty when there is none."""
+        name, until, members = self._group
+        there = members == tuple(self._threads.values()) and not any(each.readable() for each in members)
+        return name if there and time.monotonic() < until else ""
+
+    def tell(self, reason: str) -> None:
+        """Call it off. Workers that are gone are skipped."""
+        _tell(dict(self._threads), reason)
+
+    def close(self) -> None:
+        """Let go of all of them, for good."""
+        self._closed = True  # first: `expect` in another thread finds out by it
+        for frames in (*self._threads.values(), *(frames for frames, _ in self._still.values())):
+            frames.close()
+        self._threads, self._still, self._asked = {}, {}, {}
+        if self._listener is not None:
+            self._listener.close()
+
+    def _ask(self, rank: int, now: float) -> None:
+        try:
+            worker_wire.SIDECAR.say(self._threads[rank], worker_wire.Weigh(), Deadline(_SAY_S))
+            self._asked[rank] = now
+        except DataplaneError:
+            self._threads.pop(rank).close()
+
+    def _stands(self, rank: int, heard_at: float) -> None:
+        self._asked.pop(rank, None)
+        frames = self._threads.pop(rank, None)
+        if frames is not None:  # or all were let go of meanwhile
+            self._still[rank] = frames, heard_at
+
+
+class NotReceived(TransferFailed):
+    """At least one worker did not receive everything."""
+
+    def __init__(self, detail: str, touched: bool) -> None:
+        super().__init__(detail)
+        self.touched = touched
+        """Parameters may have been changed."""
+
+
+class _Transfer:
+    """From `Take` to the last answer."""
+
+    def __init__(self, threads: dict[int, Frames], leader: LeadSession, *, beside: bool) -> None:
+        self._threads, self._leader, self._beside = dict(threads), leader, beside
+        self._found: dict[int, worker_wire.ToSidecar] = {}
+        self._heard = dict.fromkeys(threads, time.monotonic())
+        self._reason = ""
+        self._over: Deadline | None = None
+
+    def outcomes(self, deadline: Deadline, stands: Callable[[int, float], None]) -> list[worker_wire.Taken]:
+        """How it ended for every worker; ranks that did not say are given to `stands`."""
+        beat_at = 0.0
+        with selectors.DefaultSelector() as selector:
+            for rank, frames in self._threads.items():
+                selector.register(frames, selectors.EVENT_READ, rank)
+            while self._waits:
+                deadline.check("the workers to take everything")
+                if time.monotonic() >= beat_at and not self._reason:
+                    beat_at = time.monotonic() + wire.BEAT_S
+                    self._vouch()
+                for key, _ in selector.select(_LOOK_S):
+                    if self._hear(key.data):
+                        selector.unregister(self._threads[key.data])
+                self._look()
+        if not self._reason:
+            return [each for each in self._found.values() if isinstance(each, worker_wire.Taken)]
+        silent = [rank for rank in self._threads if rank not in self._found]
+        for rank in silent:
+            stands(rank, self._heard[rank])
+        changed = any(not isinstance(each, worker_wire.Failed) or each.touched for each in self._found.values())
+        raise NotReceived(self._reason, not self._beside and (bool(silent) or changed))
+
+    @property
+    def _waits(self) -> bool:
+        return len(self._found) < len(self._threads) and not (self._over and not self._over.left())
+
+    def _hear(self, rank: int) -> bool:
+        """Take what a worker said; whether it was its last word."""
+        try:
+            said = worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
+        except DataplaneError as error:
+            said = worker_wire.Failed(reason=str(error), touched=not self._beside)
+        self._heard[rank] = time.monotonic()
+        if isinstance(said, worker_wire.Moving):
+            return False
+        self._found[rank] = said
+        if not isinstance(said, worker_wire.Taken):
+            self._end(f"worker {rank}: {_said(said)}", isinstance(said, worker_wire.Failed) and said.less)
+        return True
+
+    def _vouch(self) -> None:
+        """Say that this engine does not stand still, unless a worker may: others that wait for it are no slow link."""
+        late = time.monotonic() - _VOUCHED_S
+        if all(heard_at >= late for rank, heard_at in self._heard.items() if rank not in self._found):
+            self._leader.beat()
+
+    def _look(self) -> None:
+        """End it for a stalled worker, or for what the trainer said."""
+        if self._reason:
+            return
+        late = time.monotonic() - wire.SILENT_S
+        still = [rank for rank, heard_at in self._heard.items() if rank not in self._found and heard_at < late]
+        self._end(str(WorkerStalled(still[0])) if still else self._leader.over())
+
+    def _end(self, reason: str, less: bool = False) -> None:
+        if not reason or self._reason:
+            return
+        self._reason, self._over = reason, Deadline(_END_S)
+        self._leader.failed(reason, less)
+        _tell({rank: frames for rank, frames in self._threads.items() if rank not in self._found}, reason)
+
+
+def _tell(threads: dict[int, Frames], reason: str) -> None:
+    for frames in threads.values():
+        try:
+            worker_wire.SIDECAR.say(frames, worker_wire.Failed(reason=reason[:2048]), Deadline(_SAY_S))
+        except DataplaneError:
+            continue
+
+
+def _said(message: worker_wire.ToSidecar) -> str:
+    return message.reason if isinstance(message, worker_wire.Failed) else message.kind

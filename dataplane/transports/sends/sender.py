@@ -9,26 +9,113 @@ fails it for all that have not reached the barrier, all are told at once, and th
 
 from __future__ import annotations
 
+import contextlib
 import math
+import queue
 import secrets
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
+import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from ...errors import DataplaneError, PeerLost, TransferFailed
-from ...processes import ConnectionPool, Deadline, Frames, bracket_ipv6, new_token, process_group_backend, serve_store
-from ...reshard import alone_bytes_for, pair_bytes_for
-from ..exported_weights import ExportedWeights
-from ..interface import JOIN_S, Address, Group, Peer, Slot, TransferSession
+from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from ...processes import (
+    ConnectionPool,
+    Deadline,
+    Frames,
+    MacFrames,
+    MacListener,
+    PooledConnection,
+    bracket_ipv6,
+    new_token,
+    process_group_backend,
+    serve_store,
+)
+from ...reshard import MIN_PAIR_BYTES, alone_bytes_for, pair_bytes_for
+from ..interface import JOIN_S, Address, ExportedWeights, Group, Peer, Slot, TransferSession
+from ..sessions import SenderState
 from . import messages as wire
-from .acceptor import Acceptor
-from .chunk_limit import ChunkLimit
-from .connected_peers import NOBODY, ConnectedPeer, Formed, StalledPeers, seen_by
-from .gpu_conflicts import crowded
 from .plan_agreement import PlanAgreement
+
+
+class Formed(NamedTuple):
+    """A group."""
+
+    name: str = ""
+    members: object = None
+    """The members of a group, and for what it was formed."""
+    engines: frozenset[str] = frozenset()
+
+
+NOBODY: Final = Formed()
+MOST_STOOD: Final = 4
+"""Groups that a rank of the trainer keeps: each holds memory of its GPU. Further turns form theirs anew."""
+
+
+class StalledPeers:
+    """The groups in which everything has moved: several where engines take turns, each of other engines."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, tuple[Formed, int]] = {}
+        """By name, with the version that it was used for last."""
+        self._version = self._before = -1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that may be used again."""
+        return tuple(self._groups)
+
+    def turn_to(self, version: int) -> None:
+        """It is sent next: what was used neither for it nor for the one before is not used again."""
+        if version != self._version:
+            self._before, self._version = self._version, version
+        recent = (self._before, self._version)
+        self._groups = {name: each for name, each in self._groups.items() if each[1] in recent}
+
+    def take(self, members: object, engines: frozenset[str], have: Callable[[str], bool]) -> Formed | None:
+        """The group of these members, if all of them `have` the one of that name. No other one of an engine stays."""
+        found = [formed for formed, _ in self._groups.values() if formed.members == members and have(formed.name)]
+        self._groups = {name: each for name, each in self._groups.items() if not each[0].engines & engines}
+        return found[0] if found else None
+
+    @property
+    def room(self) -> bool:
+        """One more can be kept."""
+        return len(self._groups) < MOST_STOOD
+
+    def keep(self, formed: Formed) -> None:
+        """Everything has moved in it."""
+        self._groups[formed.name] = formed, self._version
+
+
+class ConnectedPeer(PooledConnection):
+    """An engine's sidecar, or a rank of the trainer."""
+
+    def __init__(self, name: str, workers: int = 0) -> None:
+        super().__init__(name)
+        self.workers = workers
+        """Of an engine. A rank of the trainer has none."""
+        self.prepared: wire.Prepared | None = None
+        self.known: frozenset[str] = frozenset()
+        """The parts of schedules that a rank has, by name."""
+        self.groups: frozenset[str] = frozenset()
+        """Groups that it has from earlier rounds."""
+        self.forming = False
+        """It joins the group that forms early."""
+        self.seats: tuple[str, ...] = ()
+        """On which its ranks or workers are members of a group."""
+        self.through = self.finished = False
+
+
+def seen_by(rank: int, group: Group) -> Group:
+    """The group, as its member of that rank is told of it."""
+    return msgspec.structs.replace(group, rank=rank)
+
 
 FORM_S: Final = 15.0
 """For a group whose members have all said that they are prepared."""
@@ -44,7 +131,7 @@ _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 
 
-class SendsSender:
+class SendsSender(SenderState):
     """Implements `Sender`. `describe` is called at each offer: the memory of the version that is published."""
 
     def __init__(
@@ -63,6 +150,7 @@ class SendsSender:
 
         With `nixl` groups are of NIXL, which every member's environment must have; otherwise of gloo or NCCL.
         """
+        super().__init__()
         self._host, self._channel, self._device, self._describe, self._nixl = host, channel, device, describe, nixl
         self._chunk_s, self._form_s, self._keep_s = turn_s, form_s, 0.0 if nixl else keep_s
         self._stood = StalledPeers()
@@ -90,9 +178,6 @@ class SendsSender:
         """Since the group began: when this last began to listen, and when it did after a while in which it had not."""
         self._alone_bytes = alone_bytes_for(device.type)
         self._plans = PlanAgreement()
-        self._failed: dict[str, str] = {}
-        self._spared: set[str] = set()
-        self._withdrawn: dict[str, str] = {}
         self._engines: dict[str, ConnectedPeer] = {}
         self._ranks: dict[int, ConnectedPeer] = {}
         self._began = False
@@ -100,16 +185,6 @@ class SendsSender:
         self._pool: ConnectionPool[ConnectedPeer] | None = None
         self._store: TCPStore | None = None
         """The one reference to the server: letting go of it ends every wait in the store."""
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """Engines that did not take the version, with the reason."""
-        return self._failed
-
-    @property
-    def spared(self) -> frozenset[str]:
-        """Engines on whose GPU another member was. No others: when the group has begun, bytes are under way to all."""
-        return frozenset(self._spared)
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Listen for `peers`, and for the trainer's ranks. Raises `Unsupported` where NCCL would hang."""
@@ -122,8 +197,8 @@ class SendsSender:
         self._plans.turn_to(exposed, session.version)
         self._exposed, self._layout = exposed, exposed.layout
         self._pair_bytes = self._cut_for(max(ranks, workers))
-        self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
-        self._spared = set()
+        self._begin_session()
+        self._epoch, self._began = session.epoch, False
         self._engines = {peer.engine: ConnectedPeer(peer.engine, peer.tp) for peer in peers}
         self._ranks = {export.rank: ConnectedPeer(f"rank {export.rank}") for export in exposed.exports}
         self._token = new_token()
@@ -166,10 +241,6 @@ class SendsSender:
             self._ceiling.worked(self._version)
             if self._keep_s and self._stood.room:
                 self._stood.keep(self._formed)
-
-    def withdraw(self, engine: str, reason: str) -> None:
-        """Fail `engine` when this sender waits the next time; when the group has begun, with it all of the others."""
-        self._withdrawn.setdefault(engine, reason)
 
     def close(self) -> None:
         """Hang up on all members. A member that is still in the group breaks it."""
@@ -252,17 +323,12 @@ class SendsSender:
             raise TransferFailed("the sender was closed")
         return pool
 
-    def _require_some(self) -> None:
-        if not self._engines:
-            reasons = "; ".join(f"{engine}: {reason}" for engine, reason in self._failed.items())
-            raise TransferFailed(f"no engine is left to serve ({reasons})")
-
     def _require_all_ranks(self) -> None:
         assert self._exposed is not None
         missing = [export.rank for export in self._exposed.exports if export.rank not in self._ranks]
         if missing:
             raise PeerLost(f"ranks {missing} of the trainer did not come to send, or are gone again")
-        self._require_some()
+        self._require_some(self._engines)
 
     # -- members come --------------------------------------------------------------------------------------------------
 
@@ -347,7 +413,8 @@ class SendsSender:
         ranks = {rank: end.seats[0] for rank, end in self._ranks.items() if end.seats}
         engines = {name: self._engines[name].seats for name in sorted(self._engines)}
         for name, found in crowded(ranks, engines).items():
-            self._spared |= {name} if found.spared else set()
+            if found.spared:  # no others are: when the group has begun, bytes are under way to all
+                self.spared |= {name}
             self._drop(self._engines[name], found.reason)
 
     def _begin(self) -> None:
@@ -457,9 +524,170 @@ class SendsSender:
             if not end.through:
                 self._ranks = {rank: each for rank, each in self._ranks.items() if each is not end}
         elif not end.finished:  # it has the version: going away afterwards is its right
-            self._failed.setdefault(end.name, reason)
+            self.failed.setdefault(end.name, reason)
             self._engines.pop(end.name, None)
 
     def _hang_up(self, end: ConnectedPeer, reason: str) -> None:
         if self._pool is not None:
             self._pool.drop(end, wire.SENDER.encode(wire.Failed(reason=reason[:2048])) if reason else b"")
+
+
+LESS: Final = 8
+"""By how much turns shrink, and grow: every try costs a version one attempt."""
+FIRST: Final = 8
+"""Versions that have to go through before larger turns are tried. Twice as many after each that failed."""
+MOST: Final = 1024
+"""Of them, however often it failed."""
+
+
+class ChunkLimit:
+    """Of a sender's turns. Policy alone; used from one thread."""
+
+    def __init__(self, first: int = FIRST) -> None:
+        self.parts = 1
+        """Into how many a turn is cut that was as large as a group of that size may have it."""
+        self._first = self._needed = first
+        self._good = 0
+        """Versions that went through since it moved."""
+        self._version = -1
+        """The last one of them."""
+        self._on_trial = False
+        """It has grown, and not as many versions went through since as are needed."""
+
+    def under(self, most: int) -> int:
+        """Bytes that a pair may move in a turn where it could be `most`: not less than `MIN_PAIR_BYTES` of them."""
+        return min(most, max(most // self.parts, MIN_PAIR_BYTES))
+
+    def lower(self, tried: int, most: int) -> None:
+        """Turns of `tried` bytes were too much, in a group in which they could be `most`."""
+        self.parts = LESS * max(most // tried, 1)
+        if self._on_trial:
+            self._needed = min(2 * self._needed, MOST)
+        self._good, self._on_trial = 0, False
+
+    def worked(self, version: int) -> None:
+        """Everything of `version` has moved in a group. One version counts once, in however many groups it moves."""
+        if version == self._version:
+            return
+        self._version = version
+        self._good += 1
+        if self._good < self._needed:
+            return
+        self._good = 0
+        self._on_trial = self.parts > 1
+        self.parts = max(self.parts // LESS, 1)
+        if not self._on_trial:  # what was tried last is all there is
+            self._needed = self._first
+
+
+_OF_ENGINES: Final = "let the engine take another transport"
+_OF_RANKS: Final = "leave sends out of the trainer's setting transport: with it no engine gets anything"
+
+
+class GpuConflict(NamedTuple):
+    """Why an engine is left out."""
+
+    reason: str
+    spared: bool
+    """Another engine is in its place, and not a rank of the trainer: in a group of its own it does no harm."""
+
+
+def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) -> dict[str, GpuConflict]:
+    """The engines whose GPUs are taken, by the trainer's ranks or by engines before them.
+
+    `ranks` and `engines` say which seat each rank and worker has (device_identity.py); empty for one without. Raises
+    `TransferFailed` where two ranks have the same one.
+    """
+    holders: dict[str, str] = {}
+    for rank, seat in ranks.items():
+        if seat in holders:
+            raise TransferFailed(f"{holders[seat]} and rank {rank} {_on(seat, _OF_RANKS)}")
+        holders |= {seat: f"rank {rank} of the trainer"} if seat else {}
+    of_ranks = frozenset(holders)
+    found: dict[str, GpuConflict] = {}
+    for name, told in engines.items():
+        seats = [seat for seat in told if seat]
+        taken = next((seat for at, seat in enumerate(seats) if seat in holders or seat in seats[:at]), "")
+        if not taken:
+            holders |= dict.fromkeys(seats, f"a worker of {name}")
+            continue
+        other = holders.get(taken, "another of its workers")
+        spared = taken in holders and taken not in of_ranks
+        found[name] = GpuConflict(f"a worker of {name} and {other} {_on(taken, _OF_ENGINES)}", spared)
+    return found
+
+
+def _on(gpu: str, instead: str) -> str:
+    return f"are on GPU {gpu}, and NCCL takes no two ranks on one: give each a GPU of its own, or {instead}"
+
+
+GREETING_S: Final = 2.0
+"""For the first message of a connection."""
+GREETED: Final = 256
+"""Connections that are greeted at a time. Others wait in the socket's backlog until the time of one is over."""
+_AGAIN_S: Final = 0.05
+"""Before another connection is accepted, where one could not be."""
+
+
+class Acceptor:
+    """Of one epoch. `came` is called from one thread."""
+
+    def __init__(self, host: str, token: str) -> None:
+        """Raises `TransferFailed` where no port can be opened."""
+        self._listener = MacListener(host, token)
+        self.address = self._listener.address
+        self._came: queue.SimpleQueue[tuple[MacFrames, wire.ToSender]] = queue.SimpleQueue()
+        self._bell, self._rings = socket.socketpair()
+        self._free = threading.BoundedSemaphore(GREETED)
+        self._closed = False
+        threading.Thread(target=self._open, name="weightbus-acceptor", daemon=True).start()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._bell.fileno()
+
+    def came(self) -> list[tuple[MacFrames, wire.ToSender]]:
+        """Connections that know the token, with their first messages."""
+        found: list[tuple[MacFrames, wire.ToSender]] = []
+        self._bell.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            self._bell.recv(4096)
+        while not self._came.empty():
+            found.append(self._came.get())
+        return found
+
+    def close(self) -> None:
+        """Hang up on connections that were not taken. A greeting that runs ends in its time."""
+        self._closed = True
+        self._listener.close()
+        for frames, _ in self.came():
+            frames.close()
+        self._bell.close()
+        self._rings.close()
+
+    def _open(self) -> None:
+        while not self._closed:
+            self._free.acquire()  # each greeting has `GREETING_S`
+            try:
+                frames = self._listener.accept(Deadline(GREETING_S))
+            except DeadlineExceeded:
+                self._free.release()
+                continue
+            except DataplaneError:  # the port was closed; or too many open files: the next one may be let in
+                self._free.release()
+                time.sleep(_AGAIN_S)
+                continue
+            threading.Thread(target=self._greet, args=(frames,), name="weightbus-greeting", daemon=True).start()
+
+    def _greet(self, frames: MacFrames) -> None:
+        deadline = Deadline(GREETING_S)
+        try:
+            frames.handshake(deadline)
+            self._came.put((frames, wire.SENDER.hear(frames, deadline, "a receiver")))
+            if self._closed:
+                frames.close()
+            self._rings.send(b".")
+        except (DataplaneError, OSError):  # it is gone; a peer that never comes is failed at the deadline
+            frames.close()
+        finally:
+            self._free.release()

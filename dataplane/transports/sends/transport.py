@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from ...errors import Unsupported
 from ...processes import default_runtime_dir
-from ..description import LoadedBy, ReceiverContext, SenderContext, Transport
+from ..interface import LoadedBy, ReceiverContext, SenderContext, Transport
 
 if TYPE_CHECKING:
     from ..interface import Receiver, Sender

@@ -12,7 +12,7 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes import process_groups as rendezvous
 from weightbus.dataplane.processes.connections import Deadline, MacListener, address_family, local_address_towards
 from weightbus.dataplane.processes.process_groups import connect_store, join_store, serve_store, warm_up_name_resolution
-from weightbus.dataplane.transports.description import ReceiverContext
+from weightbus.dataplane.transports.interface import ReceiverContext
 from weightbus.dataplane.transports.registry import by_name
 
 

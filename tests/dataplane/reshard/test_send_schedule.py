@@ -34,9 +34,8 @@ from weightbus.dataplane.reshard.send_schedule import (
 from weightbus.dataplane.tensors.boxes import Box, Column
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
+from weightbus.dataplane.transports.sends.message_queues import UNDER_WAY, Mail, ReceiveQueue, SendQueue, beside_bytes
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
-from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue, beside_bytes
-from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, SendQueue
 
 from .test_reshard_plan import TENSORS, cut, exported, fill, joined, layouts, random_values, recording_of, sizes
 

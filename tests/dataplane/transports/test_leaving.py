@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
-from weightbus.dataplane.transports.distributed import server_receiver as joining_receiver
+from weightbus.dataplane.transports.distributed import receiver as joining_receiver
 from weightbus.dataplane.transports.interface import Peer, Receipt
 
 from ..loopback import Places, make_manifest, make_session, send_all

@@ -14,8 +14,7 @@ from weightbus.control.machine import routing
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, Unsupported
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports import registry as transports
-from weightbus.dataplane.transports.description import ReceiverContext, SenderContext
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, ReceiverContext, SenderContext
 from weightbus.dataplane.transports.sends.sender import SendsSender
 
 from ...kit.waiting import has_ipv6
@@ -229,7 +228,7 @@ def test_what_was_loaded_is_not_imported_again() -> None:
 import sys
 from weightbus.dataplane.transports import registry as transports
 assert "torch" not in sys.modules, "settings and routing know transports without tensors"
-from weightbus.dataplane.transports.description import ReceiverContext
+from weightbus.dataplane.transports.interface import ReceiverContext
 transports.preload(transports.names())
 known = set(sys.modules)
 for name in transports.names():

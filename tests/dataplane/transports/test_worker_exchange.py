@@ -10,7 +10,7 @@ import pytest
 
 from weightbus.dataplane.memory.export_map import ArenaRegion
 from weightbus.dataplane.processes.connections import Deadline, Frames
-from weightbus.dataplane.transports import worker_exchange as module, worker_messages as wire
+from weightbus.dataplane.transports import worker_exchange as wire
 from weightbus.dataplane.transports.interface import Exporting
 from weightbus.dataplane.transports.worker_exchange import Workers
 
@@ -25,7 +25,7 @@ def crew() -> Iterator[tuple[Workers, list[Frames]]]:
     workers, ends = Workers(), list[Frames]()
     for rank in range(2):
         ours, theirs = (Frames(end) for end in socket.socketpair())
-        workers._workers.append(module._Worker(ours, wire.Hello(rank=rank, device="cpu")))
+        workers._workers.append(wire._Worker(ours, wire.Hello(rank=rank, device="cpu")))
         ends.append(theirs)
     yield workers, ends
     workers.close()

@@ -12,7 +12,7 @@ import pytest
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.protocol.messages import Version
 from weightbus.dataplane.tensors.manifest import blob_digest
-from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+from weightbus.dataplane.transports.disk.checkpoint_files import Notes
 from weightbus.dataplane.transports.disk.saved_version import MANIFEST, PUBLICATION, TABLE, place_of
 from weightbus.engine_agent.sidecar import file_resync as saved_versions
 from weightbus.engine_agent.sidecar.file_resync import FileResync

@@ -17,7 +17,7 @@ import torch
 from weightbus.control.protocol.messages import TransportKind
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt
-from weightbus.dataplane.transports.sends import messages as sends_wire, sender as sends, worker_receivers as takers
+from weightbus.dataplane.transports.sends import messages as sends_wire, receiver as takers, sender as sends
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.trainer_agent.publish.delivery import Delivery

@@ -41,7 +41,7 @@ from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed, WorkerDied
 from weightbus.dataplane.tensors.manifest import DigestTable
 from weightbus.dataplane.transports.interface import Receipt, Tabled, TransferSession
-from weightbus.dataplane.transports.sends.worker_receivers import WorkerStalled
+from weightbus.dataplane.transports.sends.receiver import WorkerStalled
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError
 from weightbus.engine_agent.machine.events import (

@@ -25,11 +25,10 @@ from weightbus.dataplane.processes.connections import Deadline, FrameListener, F
 from weightbus.dataplane.reshard.reshard_plan import ReshardPlan
 from weightbus.dataplane.reshard.verification import Verification
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports import plan_exchange, plan_messages, worker_messages as worker_wire
+from weightbus.dataplane.transports import plan_exchange, worker_exchange as worker_wire
 from weightbus.dataplane.transports.direct import sender as direct
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
-from weightbus.dataplane.transports.interface import Exporting, Peer, Receipt
+from weightbus.dataplane.transports.interface import ExportedWeights, Exporting, Peer, Receipt
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import loader as worker_loader, worker_state
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
@@ -523,7 +522,7 @@ def test_a_round_says_where_its_time_went(world: World) -> None:
 def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server may let its workers in late, and a sender that nobody reads from gives up, or keeps others waiting."""
     done: list[str] = []
-    say, gather = plan_messages.RECEIVER.say, Workers.gather
+    say, gather = plan_exchange.RECEIVER.say, Workers.gather
 
     def said(frames: Any, message: Any, deadline: Any) -> None:
         done.append(message.kind)
@@ -534,7 +533,7 @@ def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pyte
         done.append("workers came")
         return found
 
-    monkeypatch.setattr(plan_messages.RECEIVER, "say", said)
+    monkeypatch.setattr(plan_exchange.RECEIVER, "say", said)
     monkeypatch.setattr(Workers, "gather", gathered)
     world.round()
     assert done.index("workers came") < done.index("GiveLayout") < done.index("Propose")

@@ -21,7 +21,7 @@ import torch
 
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, StaleSession, TransferFailed
 from weightbus.dataplane.processes.connections import Deadline, FrameListener
-from weightbus.dataplane.transports import plan_exchange, worker_exchange as workers, worker_messages as worker_wire
+from weightbus.dataplane.transports import plan_exchange, worker_exchange as worker_wire
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.interface import Address, Peer
@@ -201,10 +201,10 @@ def test_a_server_that_is_stopped(tmp_path: Path, ends: Ends, monkeypatch: pytes
 
 def test_workers_that_do_not_come_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is called while nobody generates calls our loader at once, or stands still."""
-    monkeypatch.setattr(workers, "_COME_S", 0.5)
+    monkeypatch.setattr(worker_wire, "_COME_S", 0.5)
     listener = FrameListener(tmp_path / "w.sock")
     with pytest.raises(DeadlineExceeded, match="the server's workers"):
-        workers.Workers().gather(listener, Future(), 1, True, Deadline(PROMPT_S), lambda: None)
+        worker_wire.Workers().gather(listener, Future(), 1, True, Deadline(PROMPT_S), lambda: None)
     listener.close()
 
 

@@ -14,7 +14,7 @@ import torch
 
 from weightbus.dataplane.copy.ready_flags import ReadyFlags
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
-from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports import worker_exchange as worker_wire
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt
 from weightbus.engine_agent.worker import loader as worker_loader
 

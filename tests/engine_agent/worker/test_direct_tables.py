@@ -20,10 +20,19 @@ from weightbus.dataplane.processes import connections as lines
 from weightbus.dataplane.processes.connections import Deadline, Frames
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
-from weightbus.dataplane.transports.direct import messages as direct_wire, sender as direct
+from weightbus.dataplane.transports import plan_exchange as direct_wire
+from weightbus.dataplane.transports.direct import sender as direct
 from weightbus.dataplane.transports.direct.sender import DirectSender
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Tabled, Tabling, TransferSession
+from weightbus.dataplane.transports.interface import (
+    Address,
+    ExportedWeights,
+    Layout,
+    Peer,
+    Receipt,
+    Tabled,
+    Tabling,
+    TransferSession,
+)
 from weightbus.engine_agent.worker import loader as worker_loader
 
 from ...kit.ends import Ends
@@ -221,7 +230,7 @@ class Crowd:
         pieces = Shards.of(manifest.tensors, [], 0)
         self.tabled = Tabled(DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * self.TENSORS)), b"signed")
         exposed = ExportedWeights(pieces, (), ())
-        vars(exposed).update(given=direct_wire.Layout(pieces=bytes(1 << 20), exports=()))
+        vars(exposed).update(given=Layout(pieces=bytes(1 << 20), exports=()))
         self.sender = DirectSender(folder / "r", "c", lambda: exposed)
         peers = [Peer(engine, 1) for engine in engines]
         session = TransferSession("c", 1, 1, manifest, self.tabled.table if whole else None)

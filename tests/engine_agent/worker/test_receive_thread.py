@@ -21,9 +21,9 @@ from weightbus.dataplane.processes import threads as binding
 from weightbus.dataplane.processes.connections import Deadline, FrameListener
 from weightbus.dataplane.processes.threads import INTERVAL_S
 from weightbus.dataplane.reshard.send_schedule import SendMessages
-from weightbus.dataplane.transports import worker_messages as wire
+from weightbus.dataplane.transports import worker_exchange as wire
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue
+from weightbus.dataplane.transports.sends.message_queues import ReceiveQueue
 from weightbus.engine_agent.worker import receive_thread as taker
 from weightbus.engine_agent.worker.receive_thread import ReceiveThread
 

@@ -13,7 +13,7 @@ import torch
 
 from weightbus.dataplane.errors import DigestMismatch, TransferFailed
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports import prerecorded_traces as ahead, prerecording as rehearsal
+from weightbus.dataplane.transports import prerecording as rehearsal
 from weightbus.dataplane.transports.prerecording import Prerecording
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import worker_state
@@ -156,8 +156,7 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(what: str, real: Any) -> Any:
         return lambda *given: (found.append(what), real(*given))[1]
 
-    for where in (ahead, rehearsal):
-        monkeypatch.setattr(where, "make_verification", counted("proof", where.make_verification))  # type: ignore[attr-defined]
+    monkeypatch.setattr(rehearsal, "make_verification", counted("proof", rehearsal.make_verification))  # type: ignore[attr-defined]
     real = Workers.ask_to_record
 
     def asked(*given: Any) -> Any:

@@ -29,12 +29,10 @@ from weightbus.dataplane.transports.sends import (
     receiver as sends_receiver,
     sender as sends,
 )
-from weightbus.dataplane.transports.sends.acceptor import GREETING_S
+from weightbus.dataplane.transports.sends.message_queues import ReceiveQueue, SendQueue
 from weightbus.dataplane.transports.sends.nixl_group import is_installed
-from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue
-from weightbus.dataplane.transports.sends.receiver import SendsReceiver
-from weightbus.dataplane.transports.sends.send_queue import SendQueue
-from weightbus.dataplane.transports.sends.worker_receivers import LeadSession, NotReceived
+from weightbus.dataplane.transports.sends.receiver import LeadSession, NotReceived, SendsReceiver
+from weightbus.dataplane.transports.sends.sender import GREETING_S
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker, worker_state
 from weightbus.engine_agent.worker.model_tensors import ModelTensors

@@ -13,7 +13,7 @@ import pytest
 from weightbus.dataplane.errors import DataplaneError, PeerLost, TransferFailed
 from weightbus.dataplane.transports import plan_exchange
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.sends import group_cache as standing, sender as sends
+from weightbus.dataplane.transports.sends import group_transfer as standing, sender as sends
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker

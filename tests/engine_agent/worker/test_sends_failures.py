@@ -22,16 +22,15 @@ import torch
 
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDied
 from weightbus.dataplane.processes.connections import Deadline, MacFrames
-from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports import worker_exchange as worker_wire
 from weightbus.dataplane.transports.interface import Peer, Receipt
 from weightbus.dataplane.transports.plan_exchange import PlanExchange
 from weightbus.dataplane.transports.sends import (
     messages as sends_wire,
+    receiver as takers,
     sender as sends,
-    worker_receivers as takers,
 )
-from weightbus.dataplane.transports.sends.receiver import SendsReceiver
-from weightbus.dataplane.transports.sends.worker_receivers import WorkerStalled
+from weightbus.dataplane.transports.sends.receiver import SendsReceiver, WorkerStalled
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 from ...kit.ends import Ends, was_struck

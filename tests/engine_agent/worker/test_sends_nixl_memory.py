@@ -10,7 +10,7 @@ import pytest
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.sends import nixl_group, sender as sends
-from weightbus.dataplane.transports.sends.send_queue import SendQueue
+from weightbus.dataplane.transports.sends.message_queues import SendQueue
 
 from ...kit.fake_nixl import FakeNixl
 from ...kit.toy_direct import WAIT_S, holds

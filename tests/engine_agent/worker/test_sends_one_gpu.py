@@ -16,7 +16,7 @@ import torch
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.memory.device_identity import NCCL_HOSTID, nccl_gpu_id, nccl_gpu_id_here
 from weightbus.dataplane.transports.interface import Peer, Receipt
-from weightbus.dataplane.transports.sends import group_cache as standing, rank_sender as rank_sends
+from weightbus.dataplane.transports.sends import group_transfer as standing, rank_sender as rank_sends
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.engine_agent.worker import loader as worker_loader, worker_state
 

@@ -14,7 +14,7 @@ import torch
 from weightbus.dataplane.errors import DataplaneError, DigestMismatch, TransferFailed
 from weightbus.dataplane.transports import plan_exchange
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.sends import group_cache as standing, rank_sender as rank_sends, sender as sends
+from weightbus.dataplane.transports.sends import group_transfer as standing, rank_sender as rank_sends, sender as sends
 from weightbus.dataplane.transports.sends.rank_sender import RankSender
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.engine_agent.worker import loader as worker_loader

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed
-from weightbus.dataplane.transports.sends.receiver import SendsReceiver
-from weightbus.dataplane.transports.sends.worker_receivers import NotReceived, WorkerReceivers, WorkerStalled
+from weightbus.dataplane.transports.sends.receiver import NotReceived, SendsReceiver, WorkerReceivers, WorkerStalled
 from weightbus.dataplane.transports.worker_exchange import ReplayFailed, Workers
 
 from ...kit.toy_direct import WAIT_S, holds

@@ -17,12 +17,11 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.sends import (
-    chunk_limit as turn_ceiling,
+    receiver as takers,
     sender as sends,
-    worker_receivers as takers,
 )
-from weightbus.dataplane.transports.sends.chunk_limit import LESS, ChunkLimit
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk, P2PGroup, Posted
+from weightbus.dataplane.transports.sends.sender import LESS, ChunkLimit
 
 from ...kit.ends import Ends, was_struck
 from ...kit.toy_direct import WAIT_S, holds
@@ -66,7 +65,7 @@ class Link:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorld]:
     """An engine of one worker that has taken a version: from now on it takes them beside."""
     monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: MOST)
-    monkeypatch.setattr(turn_ceiling, "MIN_PAIR_BYTES", LEAST)
+    monkeypatch.setattr(sends, "MIN_PAIR_BYTES", LEAST)
     monkeypatch.setattr(takers, "_END_S", TURN_S)
     made = SendsWorld(tmp_path / "r", 1, monkeypatch)
     made.round(stage=True)

@@ -20,8 +20,8 @@ from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.quantize.quantize_torch import quantize
 from weightbus.dataplane.quantize.schemes import fp8_block
-from weightbus.dataplane.transports.disk import safetensors_file
-from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES, CheckpointWriter
+from weightbus.dataplane.transports.disk import checkpoint_files
+from weightbus.dataplane.transports.disk.checkpoint_files import NOTES, CheckpointWriter
 from weightbus.dataplane.transports.disk.saved_version import SavedVersion, leaving, place_of, staying
 from weightbus.trainer_agent.checkpoints import archive
 from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
@@ -177,7 +177,7 @@ def test_a_disk_that_fails_costs_the_checkpoint_and_not_the_version(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "write", full)
+        patch.setattr(checkpoint_files, "write_shard", full)
         report = deployment.publish(1)
     assert report.committed
     assert report.saved == ""
@@ -197,7 +197,7 @@ def test_a_disk_that_hangs_costs_the_checkpoint_and_no_training(
     deployment.engine("e0")
     deployment.connect(**saving(tmp_path, save_every=1))
     released, returned = threading.Event(), threading.Event()
-    holder, name = (safetensors_file, "write") if where == "a bucket" else (CheckpointWriter, "complete")
+    holder, name = (checkpoint_files, "write_shard") if where == "a bucket" else (CheckpointWriter, "complete")
     does = getattr(holder, name)
 
     def hang(*arguments: Any) -> None:
@@ -248,7 +248,7 @@ def test_a_disk_that_has_room_for_what_stays_is_enough(  # noqa: PLR0917  the pa
         return SimpleNamespace(free=2**40 if len(names(tmp_path)) <= room else 0)
 
     seen: list[set[str]] = []
-    write = safetensors_file.write
+    write = checkpoint_files.write_shard
 
     def looked(*given: Any) -> None:
         seen.append(names(tmp_path))
@@ -258,7 +258,7 @@ def test_a_disk_that_has_room_for_what_stays_is_enough(  # noqa: PLR0917  the pa
         assert deployment.publish(version).saved
     with monkeypatch.context() as patch:
         patch.setattr("weightbus.trainer_agent.checkpoints.archive.shutil.disk_usage", usage)
-        patch.setattr(safetensors_file, "write", looked)
+        patch.setattr(checkpoint_files, "write_shard", looked)
         assert deployment.publish(3).saved
     assert seen[0] == kept_while_written
     assert names(tmp_path) == {f"checkpoint-{version}" for version in range(4 - keep_last, 4)}
@@ -319,7 +319,7 @@ def test_what_somebody_else_keeps_there_is_not_touched(
     deployment.connect(**saving(tmp_path, save_every=1, keep_last=1))
     assert deployment.publish(2).saved
     with monkeypatch.context() as patch:  # said before anything is written
-        patch.setattr(safetensors_file, "write", lambda *_: pytest.fail("written for nothing"))
+        patch.setattr(checkpoint_files, "write_shard", lambda *_: pytest.fail("written for nothing"))
         assert "another program" in deployment.publish(3).save_error
     assert deployment.publish(4).saved
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-4"}
@@ -501,7 +501,7 @@ def test_files_of_before_a_rollback_are_not_taken_for_what_came_after_it(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "write", full)
+        patch.setattr(checkpoint_files, "write_shard", full)
         assert deployment.publish(2).save_error
     assert deployment.publish(3).saved
     fixed = ["--channel", "c", "--name", "operator", "--coordinator", deployment.coordinator, "--bucket-bytes", "4096"]

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from weightbus.control.cli.entry_point import main
-from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
-from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES
+from weightbus.dataplane.transports.disk.checkpoint_files import NOTES, Notes
 from weightbus.dataplane.transports.disk.saved_version import TABLE, place_of
 
 from ..publish.test_rounds import Deployment

@@ -10,7 +10,7 @@ import pytest
 from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.status import PastStatus
-from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+from weightbus.dataplane.transports.disk.checkpoint_files import Notes
 from weightbus.dataplane.transports.disk.saved_version import SavedVersion
 from weightbus.trainer_agent.cli.rollback import RollbackReply, may_roll_back, same_version
 

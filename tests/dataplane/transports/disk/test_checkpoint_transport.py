@@ -9,9 +9,8 @@ import pytest
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.processes.connections import Deadline
-from weightbus.dataplane.transports.disk.checkpoint_locks import Notes, SessionFolder
-from weightbus.dataplane.transports.disk.checkpoint_transport import DiskReceiver, DiskSender
-from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES
+from weightbus.dataplane.transports.disk.checkpoint_files import NOTES
+from weightbus.dataplane.transports.disk.checkpoint_transport import DiskReceiver, DiskSender, Notes, SessionFolder
 from weightbus.dataplane.transports.interface import TransferSession
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane.transports.distributed import engine_groups
-from weightbus.dataplane.transports.distributed.engine_groups import EngineGroups
-from weightbus.dataplane.transports.distributed.sidecar_receiver import SidecarReceiver
+from weightbus.dataplane.transports.distributed import broadcast_group
+from weightbus.dataplane.transports.distributed.broadcast_group import EngineGroups
+from weightbus.dataplane.transports.distributed.receiver import SidecarReceiver
 
 EACH_S = 0.4
 COUNT = 8
@@ -79,7 +79,7 @@ def test_groups_that_wait_for_each_other_are_broken_off(leave: Leave, tmp_path: 
 @ENDS
 def test_groups_that_cannot_be_left_hold_nobody(leave: Leave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them have one deadline; whoever can be left by then is."""
-    monkeypatch.setattr(engine_groups, "BREAK_OFF_S", EACH_S, raising=False)
+    monkeypatch.setattr(broadcast_group, "BREAK_OFF_S", EACH_S, raising=False)
     stuck, quick = [Slow(EACH_S * COUNT) for _ in range(COUNT)], Slow(0.0)
     began = time.monotonic()
     leave([*stuck, quick], tmp_path)
@@ -89,4 +89,4 @@ def test_groups_that_cannot_be_left_hold_nobody(leave: Leave, tmp_path: Path, mo
 
 def test_the_time_of_all_is_no_more_than_that_of_one_was() -> None:
     """5 s, which one group of NCCL's may take: a survivor's part in the time after a death."""
-    assert engine_groups.BREAK_OFF_S <= 5.0
+    assert broadcast_group.BREAK_OFF_S <= 5.0

@@ -15,8 +15,8 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes import connections
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports.distributed import engine_groups
-from weightbus.dataplane.transports.distributed.engine_groups import STILL_S, Behind, Stalled, Stragglers
+from weightbus.dataplane.transports.distributed import broadcast_group
+from weightbus.dataplane.transports.distributed.broadcast_group import STILL_S, Behind, Stalled, Stragglers
 from weightbus.dataplane.transports.interface import Minding, Peer, Receipt
 
 from ....kit.waiting import until
@@ -39,7 +39,7 @@ def test_workers_that_stand_still_hold_no_other_engine(
 
     In one group of all, the first worker of `lives` would be below one of `stopped`, and wait for bytes from it (F5).
     """
-    monkeypatch.setattr(engine_groups, "STILL_S", 1.0)
+    monkeypatch.setattr(broadcast_group, "STILL_S", 1.0)
     places, manifest = Places(tmp_path), make_manifest(6)
     session = make_session(1, 11, manifest)
     sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "still")
@@ -200,7 +200,7 @@ def test_a_source_that_was_away_blames_nobody() -> None:
 
 def test_an_engine_that_was_only_slow_comes_back_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loses one attempt, for all; the next one, after its server has returned, is as any other."""
-    monkeypatch.setattr(engine_groups, "STILL_S", 0.5)
+    monkeypatch.setattr(broadcast_group, "STILL_S", 0.5)
     places, manifest = Places(tmp_path), make_manifest(3)
     sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "slow")
     swaps = [0.0, 5.0, 0.0]

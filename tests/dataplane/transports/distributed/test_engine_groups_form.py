@@ -11,9 +11,8 @@ import torch
 
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.broadcast_order import GroupSettings
-from weightbus.dataplane.transports.distributed import engine_groups
-from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
-from weightbus.dataplane.transports.distributed.engine_groups import EngineGroups, Stalled
+from weightbus.dataplane.transports.distributed import broadcast_group
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, EngineGroups, Stalled
 
 from ....kit.waiting import until
 
@@ -77,7 +76,7 @@ def test_what_hangs_up_for_a_source_ends_with_its_groups(monkeypatch: pytest.Mon
         def abort(self) -> None:
             raise RuntimeError("torch's")
 
-    monkeypatch.setattr(engine_groups, "SourceWatchdog", StandIn)
+    monkeypatch.setattr(broadcast_group, "SourceWatchdog", StandIn)
     groups = EngineGroups("g", [Connected()])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     groups.use(True)
     with pytest.raises(RuntimeError, match="torch's"):
@@ -89,7 +88,7 @@ def test_an_engine_that_does_not_join_is_named_and_the_others_groups_are_let_go_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long before the time for all of them is over. What forms after that is let go of, too: nobody would use it."""
-    monkeypatch.setattr(engine_groups, "STILL_FORMING_S", 0.2)
+    monkeypatch.setattr(broadcast_group, "STILL_FORMING_S", 0.2)
     comes, made = threading.Event(), dict[str, Formed]()
 
     def form(_store: object, name: str, *_: object) -> Formed:

@@ -18,11 +18,11 @@ from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes.connections import Deadline, new_token
 from weightbus.dataplane.processes.process_groups import connect_store, join_store, serve_store
 from weightbus.dataplane.transports.distributed import (
-    engine_groups,
+    broadcast_group,
     rendezvous_keys as meeting_module,
     sender as distributed,
 )
-from weightbus.dataplane.transports.distributed.engine_groups import Stalled
+from weightbus.dataplane.transports.distributed.broadcast_group import Stalled
 from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous, RendezvousKeys, holding
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.interface import Address, Peer
@@ -211,7 +211,7 @@ def test_one_of_many_that_keeps_the_others_from_a_bucket_is_named(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It alone, `STILL_S` after the others have come and a little."""
-    monkeypatch.setattr(engine_groups, "STILL_S", 0.5)
+    monkeypatch.setattr(broadcast_group, "STILL_S", 0.5)
     named, fail_all = list[tuple[int, ...]](), fleet.leader._fail_all
 
     def noting(error: DataplaneError) -> None:

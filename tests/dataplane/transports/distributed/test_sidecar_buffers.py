@@ -12,8 +12,8 @@ import torch
 from weightbus.dataplane.errors import NotExportable, TransferFailed
 from weightbus.dataplane.memory import ipc_handles as handles
 from weightbus.dataplane.processes.connections import Deadline
-from weightbus.dataplane.transports.distributed import sidecar_buffers as handing_memory
-from weightbus.dataplane.transports.distributed.sidecar_buffers import GpuRoom
+from weightbus.dataplane.transports.distributed import receiver as handing_memory
+from weightbus.dataplane.transports.distributed.receiver import GpuRoom
 
 GPU = "GPU-of-the-server"
 UUID = "01234567-89ab-cdef-0123-456789abcdef"

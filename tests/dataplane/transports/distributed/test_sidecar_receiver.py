@@ -17,16 +17,14 @@ from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.transports.distributed import (
-    engine_groups,
+    broadcast_group,
+    receiver as handing_receiver,
     rendezvous_keys as meeting,
     sender as distributed,
-    sidecar_buffers as handing_memory,
-    sidecar_receiver as handing_receiver,
 )
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
-from weightbus.dataplane.transports.distributed.receiver import DistributedReceiver
+from weightbus.dataplane.transports.distributed.receiver import DistributedReceiver, SidecarReceiver
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
-from weightbus.dataplane.transports.distributed.sidecar_receiver import SidecarReceiver
 from weightbus.dataplane.transports.interface import Peer, Receipt, Sender, SharedBucket
 
 from ....kit.waiting import until
@@ -86,7 +84,7 @@ def test_a_server_that_stands_still_is_named_though_all_share_a_group(
 
     The server that stands still is asked for nothing more, and its agent's memory is not written, until it returned.
     """
-    monkeypatch.setattr(engine_groups, "STILL_S", 1.0)
+    monkeypatch.setattr(broadcast_group, "STILL_S", 1.0)
     monkeypatch.setattr(DistributedSender, "_apart", False)
     goes_on = threading.Event()
 
@@ -134,7 +132,7 @@ def test_groups_on_a_gpu_that_the_server_left_are_left(
         return meeting.holding(groups, by_sidecar=by_sidecar)
 
     monkeypatch.setattr(handing_receiver, "holding", holding)
-    monkeypatch.setattr(handing_memory.GpuRoom, "why_not", lambda *_: "")
+    monkeypatch.setattr(handing_receiver.GpuRoom, "why_not", lambda *_: "")
     monkeypatch.setattr(handing_receiver, "gpu_named", lambda _: torch.device("cpu"))
     sender, engine = places.sender(KIND), make("e")
     for epoch in (1, 2):
@@ -342,7 +340,7 @@ def test_memory_stays_where_a_server_was_told_to_look(
     goes_on.set()
     engine.receiver.shutdown()
     assert isinstance(engine.receiver, DistributedReceiver)
-    assert engine.receiver._sidecar_member._loads[2].exception() is None
+    assert engine.receiver._sidecar_member._loads.asked[2].exception() is None
 
 
 def test_a_version_that_is_larger_gets_larger_memory(places: Places, make: Callable[..., Engine]) -> None:
@@ -376,10 +374,9 @@ def test_a_gpu_that_had_less_room_than_it_said_is_not_asked_again(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    for module in (handing_memory, handing_receiver):
-        monkeypatch.setattr(module, "gpu_named", lambda _: torch.device("meta"))
+    monkeypatch.setattr(handing_receiver, "gpu_named", lambda _: torch.device("meta"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 39, 1 << 40))
-    monkeypatch.setattr(handing_memory, "BucketBuffers", full)
+    monkeypatch.setattr(handing_receiver, "BucketBuffers", full)
     sender, engine = places.sender(KIND), make("e")
     engine.server.opens = "GPU-1"
     assert "could not be made" in str(run(sender, (engine,), pool, 1)[0])

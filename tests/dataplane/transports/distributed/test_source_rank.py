@@ -19,7 +19,7 @@ from weightbus.dataplane.processes.connections import new_token
 from weightbus.dataplane.processes.process_groups import join_store, serve_store
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.broadcast_order import GroupSettings, Sources
-from weightbus.dataplane.transports.distributed import engine_groups, source_rank
+from weightbus.dataplane.transports.distributed import broadcast_group, source_rank
 from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous, source_name
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
@@ -289,8 +289,8 @@ def test_an_engine_that_stands_still_is_named_by_the_other_source(
     stand: Stand, other: SourceRank, monkeypatch: pytest.MonkeyPatch, *, forms: bool
 ) -> None:
     """Who notices it first does not lead; the leader fails that engine for it, and not both for the source."""
-    monkeypatch.setattr(engine_groups, "STILL_S", 0.5)
-    monkeypatch.setattr(engine_groups, "STILL_FORMING_S", 0.5)
+    monkeypatch.setattr(broadcast_group, "STILL_S", 0.5)
+    monkeypatch.setattr(broadcast_group, "STILL_FORMING_S", 0.5)
     server, goes_on = stand.engines[1].server, threading.Event()
     load, join = server.load_broadcast, server.join_group
 

@@ -18,9 +18,13 @@ import pytest
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
 from weightbus.dataplane.processes.connections import Deadline, open_runtime_dir
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.local.messages import RECEIVER, Connection, Hello, connect
-from weightbus.dataplane.transports.local.receiver import LocalReceiver
-from weightbus.dataplane.transports.local.sender import LocalSender
+from weightbus.dataplane.transports.local.shared_buckets import (
+    RECEIVER,
+    Hello,
+    LocalReceiver,
+    LocalSender,
+    connect,
+)
 
 from ...loopback import LoopbackServer, make_manifest, make_session
 
@@ -130,7 +134,7 @@ def hello(path: str, *, look: bool) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
         raw.settimeout(30)
         raw.connect(path)
-        Connection(raw, RECEIVER).say(Hello(channel="c", epoch=3, engine="e0"))
+        raw.send(RECEIVER.encode(Hello(channel="c", epoch=3, engine="e0")))
 
 
 @needs_root

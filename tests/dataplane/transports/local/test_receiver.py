@@ -11,7 +11,7 @@ import pytest
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer, SharedBucket
-from weightbus.dataplane.transports.local import receiver as module
+from weightbus.dataplane.transports.local import shared_buckets as module
 
 from ...loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all
 

@@ -11,7 +11,7 @@ import pytest
 
 from weightbus.dataplane.processes.connections import Deadline, MacFrames
 from weightbus.dataplane.transports.sends import messages as wire
-from weightbus.dataplane.transports.sends.acceptor import Acceptor
+from weightbus.dataplane.transports.sends.sender import Acceptor
 
 from ....kit.waiting import until
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weightbus.dataplane.reshard.send_schedule import MIN_PAIR_BYTES
-from weightbus.dataplane.transports.sends import chunk_limit as turn_ceiling
-from weightbus.dataplane.transports.sends.chunk_limit import FIRST, LESS, ChunkLimit
+from weightbus.dataplane.transports.sends import sender as turn_ceiling
+from weightbus.dataplane.transports.sends.sender import FIRST, LESS, ChunkLimit
 
 MOST = 1024 * MIN_PAIR_BYTES
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends.connected_peers import MOST_STOOD, Formed, StalledPeers, seen_by
+from weightbus.dataplane.transports.sends.sender import MOST_STOOD, Formed, StalledPeers, seen_by
 
 
 def have(*names: str) -> StalledPeers:

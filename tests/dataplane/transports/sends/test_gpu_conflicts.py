@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.transports.sends.gpu_conflicts import crowded
+from weightbus.dataplane.transports.sends.sender import crowded
 
 
 def test_everybody_on_a_gpu_of_his_own_is_in() -> None:

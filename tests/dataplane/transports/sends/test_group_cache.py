@@ -10,9 +10,8 @@ from typing import ClassVar, cast
 import pytest
 
 from weightbus.dataplane.transports.interface import JOIN_S
-from weightbus.dataplane.transports.sends import group_cache as standing
-from weightbus.dataplane.transports.sends.group_cache import GroupCache
-from weightbus.dataplane.transports.sends.group_forming import GroupForming
+from weightbus.dataplane.transports.sends import group_transfer as standing
+from weightbus.dataplane.transports.sends.group_transfer import GroupCache, GroupForming
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.dataplane.transports.sends.sender import FORM_S
 

@@ -12,8 +12,8 @@ import torch
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
 from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends import group_forming as joining
-from weightbus.dataplane.transports.sends.group_forming import GroupForming, join
+from weightbus.dataplane.transports.sends import group_transfer as joining
+from weightbus.dataplane.transports.sends.group_transfer import GroupForming, join
 from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
 from weightbus.dataplane.transports.sends.p2p_group import NOBODY, P2PGroup
 

@@ -19,11 +19,10 @@ from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import group_transfer as passage
-from weightbus.dataplane.transports.sends.group_cache import GroupCache
-from weightbus.dataplane.transports.sends.group_transfer import GroupTransfer
+from weightbus.dataplane.transports.sends.group_transfer import GroupCache, GroupTransfer
+from weightbus.dataplane.transports.sends.message_queues import QueuePair
 from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk, P2PGroup
-from weightbus.dataplane.transports.sends.send_queue import QueuePair
 
 from ....kit.waiting import until
 

@@ -13,8 +13,8 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.reshard.load_trace import LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.reshard.send_schedule import SendSchedule
-from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
+from weightbus.dataplane.transports import plan_exchange as direct_wire
+from weightbus.dataplane.transports.interface import ExportedWeights
 from weightbus.dataplane.transports.sends.plan_agreement import KEPT, PlanAgreement
 
 from ....kit.toy_sends import SendsWorld

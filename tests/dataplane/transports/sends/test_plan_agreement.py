@@ -15,8 +15,8 @@ from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.reshard.send_schedule import SendMessages, SendSchedule, make_send_schedule
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole_tensor_shard
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
-from weightbus.dataplane.transports.plan_messages import Proposal
+from weightbus.dataplane.transports.interface import ExportedWeights
+from weightbus.dataplane.transports.plan_exchange import Proposal
 from weightbus.dataplane.transports.sends import messages as wire, plan_agreement as agreed_plans
 from weightbus.dataplane.transports.sends.plan_agreement import PlanAgreement
 

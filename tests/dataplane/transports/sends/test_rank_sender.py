@@ -18,8 +18,8 @@ from weightbus.dataplane.processes.connections import Deadline, MacFrames
 from weightbus.dataplane.reshard.send_schedule import SendMessages
 from weightbus.dataplane.transports.interface import Address, Group
 from weightbus.dataplane.transports.sends import messages as wire, rank_sender as rank_sends
+from weightbus.dataplane.transports.sends.message_queues import SendQueue
 from weightbus.dataplane.transports.sends.rank_sender import RankSender
-from weightbus.dataplane.transports.sends.send_queue import SendQueue
 
 from ....kit.waiting import until
 

@@ -14,10 +14,9 @@ from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.reshard.send_schedule import NOWHERE, SendMessages
-from weightbus.dataplane.transports.sends import receive_queue as module
+from weightbus.dataplane.transports.sends import message_queues as module
+from weightbus.dataplane.transports.sends.message_queues import UNDER_WAY, ReceiveQueue, beside_bytes
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
-from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue, beside_bytes
-from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY
 
 from ....kit.noted_moves import NotedEngine, NotedGroup, byte_rows, lies_in
 

@@ -9,8 +9,8 @@ import torch
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.reshard.send_schedule import NOWHERE, SendMessages
-from weightbus.dataplane.transports.sends import send_queue as module
-from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, SendQueue
+from weightbus.dataplane.transports.sends import message_queues as module
+from weightbus.dataplane.transports.sends.message_queues import UNDER_WAY, Mail, SendQueue
 
 from ....kit.noted_moves import NotedEngine, NotedGroup, byte_rows, lies_in
 

@@ -20,14 +20,11 @@ from weightbus.dataplane.processes.connections import Deadline, MacFrames, parse
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
-from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
-from weightbus.dataplane.transports.interface import Peer, TransferSession
+from weightbus.dataplane.transports import plan_exchange as direct_wire
+from weightbus.dataplane.transports.interface import ExportedWeights, Layout, Peer, TransferSession
 from weightbus.dataplane.transports.sends import messages as wire
-from weightbus.dataplane.transports.sends.chunk_limit import LESS
-from weightbus.dataplane.transports.sends.connected_peers import ConnectedPeer
 from weightbus.dataplane.transports.sends.plan_agreement import PlanAgreement
-from weightbus.dataplane.transports.sends.sender import SendsSender
+from weightbus.dataplane.transports.sends.sender import LESS, ConnectedPeer, SendsSender
 
 from ....kit.toy_sends import SendsWorld
 from ....kit.waiting import until
@@ -48,7 +45,7 @@ class Crowd:
         manifest = Manifest.of("toy", tensors)
         exports = tuple([ExportMap(rank, "h", (), ()) for rank in range(ranks)])
         exposed = exposed or ExportedWeights(Shards.of(manifest.tensors, [], 0), exports, ())
-        vars(exposed).update(given=direct_wire.Layout(pieces=bytes(LARGE), exports=()))
+        vars(exposed).update(given=Layout(pieces=bytes(LARGE), exports=()))
         self.sender = SendsSender("127.0.0.1", "c", torch.device("cpu"), lambda: exposed)
         session = TransferSession(
             "c", 1, 1, manifest, DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * len(tensors)))

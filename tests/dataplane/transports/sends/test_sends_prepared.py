@@ -16,9 +16,8 @@ from weightbus.dataplane.reshard.reshard_plan import make_plan
 from weightbus.dataplane.reshard.send_schedule import make_send_schedule, pair_bytes_for
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
-from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.exported_weights import ExportedWeights
-from weightbus.dataplane.transports.interface import Peer, TransferSession
+from weightbus.dataplane.transports import plan_exchange as direct_wire
+from weightbus.dataplane.transports.interface import ExportedWeights, Peer, TransferSession
 from weightbus.dataplane.transports.sends import messages as wire
 from weightbus.dataplane.transports.sends.sender import SendsSender
 

@@ -12,10 +12,10 @@ import pytest
 
 from weightbus.dataplane.errors import PeerLost
 from weightbus.dataplane.processes.connections import Deadline, FrameListener, Frames
-from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports import worker_exchange as worker_wire
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends import messages as sends_wire, worker_receivers as takers
-from weightbus.dataplane.transports.sends.worker_receivers import LeadSession, NotReceived, WorkerReceivers
+from weightbus.dataplane.transports.sends import messages as sends_wire, receiver as takers
+from weightbus.dataplane.transports.sends.receiver import LeadSession, NotReceived, WorkerReceivers
 
 from ....kit.waiting import until
 

@@ -1,0 +1,180 @@
+"""Hugging Face checkpoints: one safetensors file for each bucket; complete and durable by one rename, or not there."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+import struct
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from ...errors import TransferFailed
+from ...tensors import Manifest
+
+DTYPES: Final[dict[str, str]] = {
+    "float64": "F64",
+    "int64": "I64",
+    "float32": "F32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int16": "I16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""By the names of manifests, what safetensors calls them."""
+_PIECE_BYTES: Final = 64 * 1024 * 1024
+"""How much of a GPU's bucket is on the host at a time."""
+
+
+def shard_name(manifest: Manifest, index: int) -> str:
+    """The name Hugging Face gives shard `index`."""
+    return f"model-{index + 1:05d}-of-{len(manifest.buckets):05d}.safetensors"
+
+
+def shard_header(manifest: Manifest, index: int) -> bytes:
+    """Everything in the file before the tensors; its length is a multiple of eight."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for tensor, (start, end) in zip(manifest.tensors_of(index), pairwise(manifest.offsets_of(index)), strict=True):
+        entries[tensor.name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_shard(path: Path, manifest: Manifest, index: int, memory: torch.Tensor) -> None:
+    """Write bucket `index` and wait until the disk has it. A GPU's bucket passes through the host piece by piece."""
+    nbytes = manifest.buckets[index].nbytes
+    with path.open("xb") as file:
+        file.write(shard_header(manifest, index))
+        for start in range(0, nbytes, _PIECE_BYTES):
+            piece = memory[start : min(nbytes, start + _PIECE_BYTES)].cpu()
+            file.write(piece.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_shard(path: Path, manifest: Manifest, index: int) -> torch.Tensor:
+    """Map the tensors of bucket `index` for reading. Raises `TransferFailed` unless the file is what `write` writes."""
+    expected = shard_header(manifest, index)
+    size = len(expected) + manifest.buckets[index].nbytes
+    try:
+        with path.open("rb") as file:
+            found_size = os.fstat(file.fileno()).st_size
+            if found_size != size or file.read(len(expected)) != expected:
+                raise TransferFailed(
+                    f"{path} with {found_size} bytes is not bucket {index} of this manifest ({size} bytes)"
+                )
+            # Private and writable, because torch has no read-only tensors; it is never written to.
+            mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise TransferFailed(f"{path} cannot be read: {error.strerror}") from error
+    return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8)[len(expected) :])  # pyright: ignore[reportUnknownMemberType]
+
+
+NOTES: Final = "weightbus.json"
+"""Says which bits the checkpoint holds."""
+_OURS: Final = "weightbus"
+"""Files of another version that begin like this are not taken over."""
+
+_WEIGHTS: Final = re.compile(r"(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$")
+
+
+_NOTHING: Final[Mapping[str, bytes]] = {}
+
+
+class Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which bits a checkpoint holds; also stands inside it as weightbus.json."""
+
+    channel: str
+    epoch: int
+    version: int
+    manifest: str
+    table: str
+
+
+class CheckpointWriter:
+    """One checkpoint. Methods raise OSError as it comes."""
+
+    def __init__(self, target: Path, manifest: Manifest, config_dir: Path | None) -> None:
+        """Config and tokenizer files come from `config_dir`, if given."""
+        self.target = target
+        self._manifest = manifest
+        self._config_dir = config_dir
+
+    @property
+    def writing(self) -> Path:
+        """Where it lies until it is complete."""
+        return self.target.with_name(self.target.name + ".tmp")
+
+    def begin(self) -> None:
+        """Make an empty folder; one that was begun before is given up."""
+        self.discard()
+        self.writing.mkdir(parents=True)
+
+    def add(self, index: int, memory: torch.Tensor) -> None:
+        """Write bucket `index` as a shard; returns when it is on the disk."""
+        path = self.writing / shard_name(self._manifest, index)
+        write_shard(path, self._manifest, index, memory)
+
+    def finish(self, notes: Notes, beside: Mapping[str, bytes] = _NOTHING) -> None:
+        """Complete it, and give it its name."""
+        self.complete(notes, beside)
+        self.reveal()
+
+    def complete(self, notes: Notes, beside: Mapping[str, bytes] = _NOTHING) -> None:
+        """Write what belongs beside the shards, and make everything durable. `beside` are further files, by name."""
+        manifest = self._manifest
+        weight_map = {
+            tensor.name: shard_name(manifest, index)
+            for index in range(len(manifest.buckets))
+            for tensor in manifest.tensors_of(index)
+        }
+        index_file = {"metadata": {"total_size": manifest.nbytes}, "weight_map": weight_map}
+        _write_durably(self.writing / "model.safetensors.index.json", msgspec.json.encode(index_file))
+        _write_durably(self.writing / NOTES, msgspec.json.encode(notes))
+        for name, data in beside.items():
+            _write_durably(self.writing / name, data)
+        for source in sorted(self._config_dir.iterdir()) if self._config_dir else ():
+            if source.is_file() and not _WEIGHTS.search(source.name) and not source.name.startswith(_OURS):
+                _write_durably(self.writing / source.name, source.read_bytes())
+        _sync_folder(self.writing)
+
+    def reveal(self) -> None:
+        """Give it its name, which nothing has."""
+        self.writing.rename(self.target)
+        _sync_folder(self.target.parent)
+
+    def discard(self) -> None:
+        """Give up what is not complete."""
+        shutil.rmtree(self.writing, ignore_errors=True)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
