@@ -3,12 +3,10 @@
 Every rank exports its own memory, or describes it, and digests its share; all ranks exchange their announcements, and
 rank 0 joins the digests. Shards and export maps are exchanged when they change; in a steady round a rank announces its
 generation and its digests. With `direct` engines fetch the memory; with `sends` ranks send it by threads of their own.
-memory_export.py has the states of an export and its legal moves.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from weightbus.control.protocol import IllegalMove, ProcessLocation
+from weightbus.control.protocol import ProcessLocation
 from weightbus.dataplane.copy import ITEM_SIZES, DeviceFence, Lanes, copy_engine_for
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported
 from weightbus.dataplane.memory import ArenaParts, ExportMap, LocalMemory, RegionExporter
@@ -30,74 +28,6 @@ from weightbus.dataplane.transports import Address, ExportedWeights, Exporting
 from weightbus.dataplane.transports.sends import RankSender
 
 from .topology import location_of
-
-
-class ExportState(enum.Enum):
-    """State of one rank's export. Each member says what is true while in it."""
-
-    NEW = "new"
-    """This rank has exported nothing yet."""
-    PREPARED = "prepared"
-    """The next version is prepared: a device may still write it, and the other ranks do not know of it.
-
-    Memory of the version before stays readable under its own layout; engines must not read it any more.
-    """
-    PREPARED_DIGESTING = "prepared, digesting"
-    """As PREPARED, and a device digests this rank's share of the version."""
-    EXPORTED = "exported"
-    """This rank has told the others how its memory is exported as of the current version. No digest runs."""
-    EXPORTED_DIGESTING = "exported, digesting"
-    """As EXPORTED, and a device digests this rank's share of the version."""
-    CLOSED = "closed"
-    """The memory is not exported any more."""
-
-    @property
-    def prepared(self) -> bool:
-        """True while a prepared version waits for its export."""
-        return self in {ExportState.PREPARED, ExportState.PREPARED_DIGESTING}
-
-    @property
-    def digesting(self) -> bool:
-        """True while a device digests this rank's share."""
-        return self in {ExportState.PREPARED_DIGESTING, ExportState.EXPORTED_DIGESTING}
-
-
-class ExportMove(enum.Enum):
-    """What changes the state."""
-
-    PREPARE = "prepare"
-    """Another version is prepared; digests that ran before are of no use."""
-    EXPORT = "export"
-    """The prepared version is exported as it is; digests that run go on."""
-    EXPORT_ANEW = "export anew"
-    """The memory is exported as it is now; what was prepared, and digests of it, are discarded."""
-    BEGIN_DIGESTS = "begin digests"
-    """A device begins to digest this rank's share."""
-    END_DIGESTS = "end digests"
-    """The digests were collected, or discarded because memory or layout changed."""
-    CLOSE = "close"
-
-
-_NEW, _PREPARED, _PREPARED_DIGESTING, _EXPORTED, _EXPORTED_DIGESTING, _CLOSED = ExportState
-_OPEN: Final = frozenset(ExportState) - {_CLOSED}
-
-MOVES: Final[dict[ExportMove, dict[ExportState, ExportState]]] = {
-    ExportMove.PREPARE: dict.fromkeys(_OPEN, _PREPARED),
-    ExportMove.EXPORT: {_PREPARED: _EXPORTED, _PREPARED_DIGESTING: _EXPORTED_DIGESTING},
-    ExportMove.EXPORT_ANEW: dict.fromkeys(_OPEN, _EXPORTED),
-    ExportMove.BEGIN_DIGESTS: {_PREPARED: _PREPARED_DIGESTING, _EXPORTED: _EXPORTED_DIGESTING},
-    ExportMove.END_DIGESTS: {_PREPARED_DIGESTING: _PREPARED, _EXPORTED_DIGESTING: _EXPORTED},
-    ExportMove.CLOSE: dict.fromkeys(ExportState, _CLOSED),
-}
-"""Legal moves: for each move, the state that follows each state in which it is allowed."""
-
-
-def after(state: ExportState, move: ExportMove) -> ExportState:
-    """State after `move`. Raises `IllegalMove` when `state` does not allow it."""
-    following = MOVES[move].get(state)
-    if following is None:
-        raise IllegalMove("memory export", state.value, move.value)
-    return following
 
 
 @runtime_checkable
@@ -124,7 +54,11 @@ class Exportable(Protocol):
 
 @runtime_checkable
 class PreparingSource(Exportable, Protocol):
-    """A source that computes what engines read of its weights, and can begin before it is waited for."""
+    """A source that computes what engines read of its weights, and can begin before it is waited for.
+
+    It accumulates checksums of what it computes, so that digests need not read all of it again, and sets ready flags in
+    its memory as parts become complete, so that readers need not wait for all.
+    """
 
     def prepare(self) -> None:
         """Begin to compute it from the weights as they are now. Collective.
@@ -137,11 +71,6 @@ class PreparingSource(Exportable, Protocol):
         """As `Exportable.memory`; with `prepared` the last `prepare` counts, and nothing is begun anew."""
         ...
 
-
-@runtime_checkable
-class SummingSource(PreparingSource, Protocol):
-    """A source that accumulates checksums of what it computes, so that digests need not read all of it again."""
-
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
         """Shards of `local_shards` with accumulated checksums. The same in every version."""
         ...
@@ -149,11 +78,6 @@ class SummingSource(PreparingSource, Protocol):
     def sums(self) -> Lanes:
         """(2, checksums of `summed`) uint64: both lanes of the bytes written since `prepare`. Blocks until it ends."""
         ...
-
-
-@runtime_checkable
-class FlaggingSource(PreparingSource, Protocol):
-    """A source that sets ready flags in its memory as parts become complete, so that readers need not wait for all."""
 
     def ready_parts(self) -> ArenaParts | None:
         """Parts that get ready flags, `storage` as in `memory`; None without parts. The same in every version.
@@ -163,8 +87,7 @@ class FlaggingSource(PreparingSource, Protocol):
         """
         ...
 
-    @property
-    def round(self) -> int:
+    def ready_round(self) -> int:
         """Value of the ready flags since the last `prepare`: never used before, and not 0."""
         ...
 
@@ -201,6 +124,50 @@ class _DigestLanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     lanes: bytes
     odd: bytes
+
+
+class DerivedTensors:
+    """Copies, in served form, of the few shards that are not served as they are trained: norms kept around zero.
+
+    A reader copies bytes. A shard to which a number is added before it is served is kept with the number added in a
+    derived tensor of its rank, which is refreshed before every publication and exported like the other tensors.
+    `shards` are all of the rank's shards, none of them shifted.
+    """
+
+    def __init__(self, shards: Shards, storages: int, device: torch.device) -> None:
+        """`storages` is the number of local tensors; derived tensors are numbered after them."""
+        rows = np.flatnonzero(shards.shift != 0)
+        self._shifted = shards.take(rows)
+        self.tensors: list[torch.Tensor] = []
+        """One for each dtype in which shifted shards are served."""
+        served = served_dtypes(self._shifted)
+        storage, dtype, offset, stride = (
+            each.copy() for each in (shards.storage, shards.dtype, shards.offset, shards.stride)
+        )
+        kinds: list[int] = np.unique(served).tolist()
+        for kind in kinds:
+            here = rows[served == kind]
+            sizes = -(-shards.boxes.sizes[here] * ITEM_SIZES[kind] // 16) * 16 // ITEM_SIZES[kind]
+            storage[here], dtype[here] = storages + len(self.tensors), kind
+            offset[here] = np.cumsum(sizes) - sizes
+            stride[here] = packed_strides(shards.boxes.extents[here])
+            self.tensors.append(torch.zeros(int(sizes.sum()), dtype=getattr(torch, DTYPES[kind]), device=device))
+        self.shards = replace(
+            shards, storage=storage, dtype=dtype, offset=offset, stride=stride, shift=np.zeros_like(shards.shift)
+        )
+        self._mirrored = self.shards.take(rows)
+        self._storages = storages
+
+    @torch.no_grad()
+    def refresh(self, storages: Sequence[torch.Tensor]) -> None:
+        """Copy the current values of the shifted shards, with their shifts added."""
+        for row in range(len(self._shifted)):
+            shard, copy = self._shifted.at(row), self._mirrored.at(row)
+            source, target = storages[shard.view.storage], self.tensors[copy.view.storage - self._storages]
+            trained = source.as_strided(
+                shard.box.shape, shard.view.strides, source.storage_offset() + shard.view.offset
+            )
+            target.as_strided(copy.box.shape, copy.view.strides, copy.view.offset).copy_(trained + shard.shift)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,8 +225,8 @@ class MemoryExport:
         sent: bool = False,
     ) -> None:
         """`read`: engines open the memory. `sent`: ranks send it. Equal on every rank."""
-        self.state = ExportState.NEW
         self._source = source
+        self._preparing = source if isinstance(source, PreparingSource) else None
         self._manifest = manifest
         self._exporter = RegionExporter(runtime_dir, channel, source.rank) if read else None
         self._sent_memory = LocalMemory(source.rank) if sent else None
@@ -277,13 +244,16 @@ class MemoryExport:
         self._layouts: tuple[str, ...] = ()
         """Digests of the layouts that all ranks know of each other."""
         self._division: DigestDivision | None = None
-        self._undigestible = ""
+        self.undigestible = ""
+        """Why `digests` returns None; empty if it does not."""
+        self.digesting = False
+        """True while a device digests this rank's share."""
         self._share: ShareDigester | None = None
         """Digests this rank's share; bound to its memory and the layout of all ranks."""
         self._known: tuple[Column, Column] | None = None
         """Checksums of the source that count for the share: their numbers, and the share's tensors they belong to."""
         self._prepared: _Prepared | None = None
-        """Set in the prepared states."""
+        """Memory of the version before stays readable under its own layout; engines must not read it any more."""
         self._fence: DeviceFence | None = None
         """Behind the device work that `prepare` began, until it was waited for."""
         self._maps: tuple[ExportMap | None, ExportMap | None] = (None, None)
@@ -304,21 +274,16 @@ class MemoryExport:
             raise NotExportable("nothing is described yet")
         return self._described
 
-    @property
-    def undigestible(self) -> str:
-        """Why `digests` returns None; empty if it does not."""
-        return self._undigestible
-
     def prepare(self, *, digests: bool, ready_flags: bool = False) -> None:
         """Begin to compute what is exported from the weights as they are now, and to digest it if `digests`.
 
         No engine may be reading. On a GPU the work has only begun when this returns. Errors are raised by `export`.
         `ready_flags` as for `export`. `export` and `digests` may follow in any order.
         """
-        if isinstance(self._source, PreparingSource):
-            self._source.prepare()
+        if self._preparing is not None:
+            self._preparing.prepare()
         announcement = self._announce(prepared=True, ready_flags=ready_flags)
-        self._move(ExportMove.PREPARE)
+        self.digesting = False  # digests that ran before are of no use
         flagged = self._has_ready_flags(ready_flags)
         self._prepared = _Prepared(announcement, flagged, self._behind_unflagged(flagged))
         if digests and not announcement.refusal and self._share is not None:
@@ -344,7 +309,7 @@ class MemoryExport:
         if announcement is None:
             self._prepared = None
             announcement = self._announce(prepared=prepared, ready_flags=ready_flags)
-            self._move(ExportMove.EXPORT_ANEW)
+            self.digesting = False  # of what was prepared
             if self._exporter is not None:
                 self._exporter.settle()
         self._exchange(announcement)
@@ -357,20 +322,23 @@ class MemoryExport:
         division = self._divided()
         if division is None:
             return None
-        share = self._bound(division)
-        if not self.state.digesting:
+        if self._share is None:
+            self._share = ShareDigester(
+                self._share_of(division), self._tensors, self._device, copy_engine_for(self._device)
+            )
+        if not self.digesting:
             self._await_step()
-            self._begin_digests(share)
-        lanes, odd = share.result()
-        self._move(ExportMove.END_DIGESTS)
-        self._fence = None
-        if self._known is not None and isinstance(self._source, SummingSource):
-            lanes[:, self._known[1]] += self._source.sums()[:, self._known[0]]
-        mine = _encode(_DigestLanes(_raw(lanes), odd))
+            self._begin_digests(self._share)
+        lanes, odd = self._share.result()
+        self.digesting, self._fence = False, None
+        if self._known is not None and self._preparing is not None:
+            lanes[:, self._known[1]] += self._preparing.sums()[:, self._known[0]]
+        mine = _encode(_DigestLanes(lanes.astype("<u8").tobytes(), odd))
         found = [_DIGEST_LANES.decode(each) for each in self._source.collect(mine)]
         if self._source.rank:
             return b""
-        return division.digests([_lanes(each.lanes) for each in found], [each.odd for each in found])
+        all_lanes = [np.frombuffer(each.lanes, "<u8").astype(np.uint64).reshape(2, -1) for each in found]
+        return division.digests(all_lanes, [each.odd for each in found])
 
     def join_sends(self, address: Address, epoch: int, deadline_s: float) -> None:
         """Have this rank take part in sending `epoch`, by a thread of its own. Not collective.
@@ -383,15 +351,11 @@ class MemoryExport:
     def close(self) -> None:
         """Stop exporting. Engines notice before they read again."""
         self._drop_share()
-        self._move(ExportMove.CLOSE)
         self._sends.close()
         if self._exporter is not None:
             self._exporter.close()
         self._prepared = None
         self._exported_weights, self._described, self._pieces, self._layouts = None, None, None, ()
-
-    def _move(self, move: ExportMove) -> None:
-        self.state = after(self.state, move)
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
@@ -406,7 +370,6 @@ class MemoryExport:
         if prepared.unflagged is not None:
             prepared.unflagged.synchronize()
         self._prepared = None
-        self._move(ExportMove.EXPORT)
         return prepared.announcement
 
     def _has_ready_flags(self, ready_flags: bool) -> bool:
@@ -415,8 +378,8 @@ class MemoryExport:
         return ready_flags and self._exporter is not None and local is not None and local.ready_parts is not None
 
     def _announce(self, *, prepared: bool, ready_flags: bool) -> _Announcement:
-        source = self._source
-        memory = source.memory(prepared=prepared) if isinstance(source, PreparingSource) else source.memory()
+        preparing = self._preparing
+        memory = self._source.memory() if preparing is None else preparing.memory(prepared=prepared)
         try:
             return self._export_local(memory, ready_flags=ready_flags)
         except (NotExportable, Unsupported, ManifestError, OSError) as error:
@@ -425,7 +388,7 @@ class MemoryExport:
     def _export_local(self, memory: Sequence[torch.Tensor], *, ready_flags: bool) -> _Announcement:
         local = self._local
         if local is None:
-            parts = self._source.ready_parts() if isinstance(self._source, FlaggingSource) else None
+            parts = self._preparing.ready_parts() if self._preparing is not None else None
             local = self._local = _LocalShards.of(self._source.local_shards(self._manifest.tensors), memory, parts)
         used = local.used_of(memory)
         local.derived.refresh(used)
@@ -443,7 +406,7 @@ class MemoryExport:
             layout=self._name,
             address=exporter.address() if exporter else "",
             generation=exporter.generation if exporter else 0,
-            round=self._source.round if exports and exports.parts and isinstance(self._source, FlaggingSource) else 0,
+            round=self._preparing.ready_round() if exports and exports.parts and self._preparing is not None else 0,
         )
 
     def _export_to_readers(self, local: _LocalShards, *, ready_flags: bool) -> tuple[ExportMap | None, str]:
@@ -458,32 +421,19 @@ class MemoryExport:
                 raise
             return None, f"{error}" or type(error).__name__
 
-    def _layout(self) -> _Layout:
-        """The layout that this rank's announcement names."""
-        assert self._local is not None
-        exports, own = (b"" if each is None else each.encode() for each in self._maps)
-        return _Layout(self._local.shards.encode(), exports, own, location_of(self._source.rank, self._device))
-
     @property
     def _device(self) -> torch.device:
         return self._tensors[0].device if self._tensors else torch.device("cpu")
 
-    def _bound(self, division: DigestDivision) -> ShareDigester:
-        """Digester of this rank's share; `_export_local` drops it when the memory has moved."""
-        if self._share is None:
-            share = self._share_of(division)
-            self._share = ShareDigester(share, self._tensors, self._device, copy_engine_for(self._device))
-        return self._share
-
     def _begin_digests(self, share: ShareDigester) -> None:
         """Have a device digest this rank's share, in stream order behind the work that computes it."""
         share.begin()
-        self._move(ExportMove.BEGIN_DIGESTS)
+        self.digesting = True
 
     def _behind_unflagged(self, flagged: bool) -> torch.cuda.Event | None:
         """An event behind the writes that `export` has to wait for, and in front of the digests."""
         self._await_step()
-        writes = self._device.type == "cuda" and isinstance(self._source, PreparingSource)
+        writes = self._device.type == "cuda" and self._preparing is not None
         if not writes or (self._local is not None and flagged and not self._local.derived.tensors):
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -492,15 +442,15 @@ class MemoryExport:
 
     def _await_step(self) -> None:
         """Wait for a training step, which may write the exported weights on any stream."""
-        if self._device.type == "cuda" and not isinstance(self._source, PreparingSource):
+        if self._device.type == "cuda" and self._preparing is None:
             torch.cuda.synchronize(self._device)
 
     def _share_of(self, division: DigestDivision) -> DigestShare:
         """This rank's share without the tensors that the source itself sums up."""
         rank, self._known = self._source.rank, None
-        if not isinstance(self._source, SummingSource):
+        if self._preparing is None:
             return division.share(rank, PASS_BYTES)
-        summed = self._source.summed(self._manifest.tensors)
+        summed = self._preparing.summed(self._manifest.tensors)
         known = division.known(rank, summed.shards)
         share = division.share(rank, PASS_BYTES, known)
         sums = np.flatnonzero(np.isin(summed.tensor, known))
@@ -509,10 +459,9 @@ class MemoryExport:
         return share
 
     def _drop_share(self) -> None:
-        if self.state.digesting:
-            if self._exporter is not None:
-                self._exporter.settle()  # a device reads by it
-            self._move(ExportMove.END_DIGESTS)
+        if self.digesting and self._exporter is not None:
+            self._exporter.settle()  # a device reads by it
+        self.digesting = False
         if self._share is not None:
             self._share.close()
             self._share = None
@@ -525,23 +474,29 @@ class MemoryExport:
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
             raise NotExportable("; ".join(refusals[:_SHOWN]))
-        self._give_up_reading([f"rank {rank}: {each.unreadable}" for rank, each in enumerate(found) if each.unreadable])
+        unreadable = [f"rank {rank}: {each.unreadable}" for rank, each in enumerate(found) if each.unreadable]
+        if unreadable and self._exporter is not None:  # on any rank: all of them know, and go on by sending
+            self.unreadable = "; ".join(unreadable[:_SHOWN])
+            self._exporter.close()
+            self._exporter, self._exported_weights, self._pieces = None, None, None
         layouts = tuple(each.layout for each in found)
         exporters = tuple(
             Exporting(holder=rank, address=each.address, generation=each.generation, round=each.round)
             for rank, each in enumerate(found)
         )
         if layouts != self._layouts or self._pieces is None:
-            self._learn(self._source.collect(_encode(self._layout())), exporters)
+            assert self._local is not None
+            exports, own = (b"" if each is None else each.encode() for each in self._maps)
+            place = location_of(self._source.rank, self._device)
+            layout = _Layout(self._local.shards.encode(), exports, own, place)
+            self._learn([_LAYOUT.decode(each) for each in self._source.collect(_encode(layout))], exporters)
             self._layouts = layouts
         elif self._exported_weights is not None and exporters != self._exported_weights.exporters:
             self._exported_weights = self._exported_weights.again(exporters)
 
-    def _learn(self, blobs: Sequence[bytes], exporters: tuple[Exporting, ...]) -> None:
-        layouts = [_LAYOUT.decode(each) for each in blobs]
+    def _learn(self, layouts: Sequence[_Layout], exporters: tuple[Exporting, ...]) -> None:
         self.places = tuple(each.place for each in layouts)
-        shards = Shards.decode([each.shards for each in layouts], self._manifest.tensors)
-        self._pieces = shards
+        self._pieces = shards = Shards.decode([each.shards for each in layouts], self._manifest.tensors)
         self._exported_weights = self._described = None
         if not self.unreadable:
             self._exported_weights = ExportedWeights(
@@ -549,34 +504,17 @@ class MemoryExport:
             )
         if self._sent_memory is not None:
             self._described = ExportedWeights(shards, tuple(ExportMap.decode(each.own) for each in layouts), ())
-        self._division, self._undigestible = None, ""
+        self._division, self.undigestible = None, ""
         self._drop_share()
 
-    def _give_up_reading(self, refusals: Sequence[str]) -> None:
-        """Stop exporting to readers if any rank cannot: all ranks know, and go on by sending."""
-        if not refusals or self._exporter is None:
-            return
-        self.unreadable = "; ".join(refusals[:_SHOWN])
-        self._exporter.close()
-        self._exporter, self._exported_weights, self._pieces = None, None, None
-
     def _divided(self) -> DigestDivision | None:
-        if self._division is None and not self._undigestible:
+        if self._division is None and not self.undigestible:
             assert self._pieces is not None
             try:
                 self._division = divide_digest_work(self._pieces)
             except (Unsupported, CoverageError) as error:
-                self._undigestible = str(error)
+                self.undigestible = str(error)
         return self._division
-
-
-def _raw(lanes: np.typing.NDArray[np.uint64]) -> bytes:
-    return np.ascontiguousarray(lanes).astype("<u8").tobytes()
-
-
-def _lanes(blob: bytes) -> np.typing.NDArray[np.uint64]:
-    found: np.typing.NDArray[np.uint64] = np.frombuffer(blob, "<u8").astype(np.uint64).reshape(2, -1)
-    return found
 
 
 _SHOWN: Final = 3
@@ -584,46 +522,4 @@ _SHOWN: Final = 3
 _ANNOUNCEMENT: Final = msgspec.msgpack.Decoder(_Announcement)
 _LAYOUT: Final = msgspec.msgpack.Decoder(_Layout)
 _DIGEST_LANES: Final = msgspec.msgpack.Decoder(_DigestLanes)
-
-
-def _encode(message: _Announcement | _Layout | _DigestLanes) -> bytes:
-    return msgspec.msgpack.encode(message)
-
-
-class DerivedTensors:
-    """Derived tensors of one rank. `shards` are all of its shards, none of them shifted."""
-
-    def __init__(self, shards: Shards, storages: int, device: torch.device) -> None:
-        """`storages` is the number of local tensors; derived tensors are numbered after them."""
-        rows = np.flatnonzero(shards.shift != 0)
-        self._shifted = shards.take(rows)
-        self.tensors: list[torch.Tensor] = []
-        """One for each dtype in which shifted shards are served."""
-        served = served_dtypes(self._shifted)
-        storage, dtype, offset, stride = (
-            each.copy() for each in (shards.storage, shards.dtype, shards.offset, shards.stride)
-        )
-        kinds: list[int] = np.unique(served).tolist()
-        for kind in kinds:
-            here = rows[served == kind]
-            sizes = -(-shards.boxes.sizes[here] * ITEM_SIZES[kind] // 16) * 16 // ITEM_SIZES[kind]
-            storage[here], dtype[here] = storages + len(self.tensors), kind
-            offset[here] = np.cumsum(sizes) - sizes
-            stride[here] = packed_strides(shards.boxes.extents[here])
-            self.tensors.append(torch.zeros(int(sizes.sum()), dtype=getattr(torch, DTYPES[kind]), device=device))
-        self.shards = replace(
-            shards, storage=storage, dtype=dtype, offset=offset, stride=stride, shift=np.zeros_like(shards.shift)
-        )
-        self._mirrored = self.shards.take(rows)
-        self._storages = storages
-
-    @torch.no_grad()
-    def refresh(self, storages: Sequence[torch.Tensor]) -> None:
-        """Copy the current values of the shifted shards, with their shifts added."""
-        for row in range(len(self._shifted)):
-            shard, copy = self._shifted.at(row), self._mirrored.at(row)
-            source, target = storages[shard.view.storage], self.tensors[copy.view.storage - self._storages]
-            trained = source.as_strided(
-                shard.box.shape, shard.view.strides, source.storage_offset() + shard.view.offset
-            )
-            target.as_strided(copy.box.shape, copy.view.strides, copy.view.offset).copy_(trained + shard.shift)
+_encode: Final = msgspec.msgpack.encode

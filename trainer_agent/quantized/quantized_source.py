@@ -206,8 +206,7 @@ class ReadableQuantizedSource(QuantizedSource):
         """Parts of `memory` with ready flags; see `FlaggingSource`."""
         return self._resident_quantization().parts
 
-    @property
-    def round(self) -> int:
+    def ready_round(self) -> int:
         """Value of the ready flags since the last `prepare`."""
         return self._resident_quantization().round
 

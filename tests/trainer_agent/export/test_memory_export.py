@@ -21,7 +21,7 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.coverage import check_exact_cover
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
-from weightbus.trainer_agent.export.memory_export import ExportState, MemoryExport
+from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.publish.bucket_staging import VersionLayout
 from weightbus.trainer_agent.publish.rank_zero import start_rank_zero
 from weightbus.trainer_agent.settings import TrainerSettings
@@ -239,28 +239,26 @@ def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch:
     assert group.both(told) == ["rank 1: an expandable segment"] * 2
 
 
-def test_the_state_says_what_is_prepared_exported_and_digested(group: Group) -> None:
-    """Digests begin once the share is known, go on through an export, and end where memory was replaced."""
+def test_digests_that_a_preparation_began_go_on_through_the_export(group: Group) -> None:
+    """They begin once the share is known, are collected once, and end where memory was replaced."""
 
-    def states() -> set[ExportState]:
-        return {each.state for each in group.memory_exports}
+    def digesting() -> set[bool]:
+        return {each.digesting for each in group.memory_exports}
 
     group.both(MemoryExport.export)
-    assert states() == {ExportState.EXPORTED}
     group.both(lambda each: each.prepare(digests=True))
-    assert states() == {ExportState.PREPARED}, "no share is known before the first digests"
+    assert digesting() == {False}, "no share is known before the first digests"
     group.both(MemoryExport.digests)
-    assert states() == {ExportState.PREPARED}
     group.both(lambda each: each.prepare(digests=True))
-    assert states() == {ExportState.PREPARED_DIGESTING}
+    assert digesting() == {True}
     group.both(lambda each: each.export(prepared=True))
-    assert states() == {ExportState.EXPORTED_DIGESTING}
+    assert digesting() == {True}
     group.both(MemoryExport.digests)
-    assert states() == {ExportState.EXPORTED}
+    assert digesting() == {False}
     group.both(lambda each: each.prepare(digests=True))
     for source in group.sources:
         source.mine[1] = source.mine[1].clone()
     group.both(MemoryExport.export)
-    assert states() == {ExportState.EXPORTED}
+    assert digesting() == {False}
     group.both(MemoryExport.close)
-    assert states() == {ExportState.CLOSED}
+    group.both(MemoryExport.close)

@@ -23,7 +23,7 @@ from weightbus.control.protocol.messages import AgentId, Digest
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer, Tabled
 from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
-from weightbus.trainer_agent.export.memory_export import ExportState, MemoryExport
+from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.export.topology import topology_of
 from weightbus.trainer_agent.machine.events import EndReason
 from weightbus.trainer_agent.publish import driver
@@ -189,7 +189,7 @@ def test_what_cannot_be_digested_in_place_any_more_begins_anew(rig: Rig, monkeyp
     """The round is given up, its successor has a table of buckets, and the next version is not left open either."""
     with monkeypatch.context() as broken:
         broken.setattr(MemoryExport, "digests", lambda _memory_export: None)
-        broken.setattr(MemoryExport, "undigestible", "a word of it lies on two ranks")
+        broken.setattr(rig.memory_export, "undigestible", "a word of it lies on two ranks")
         rig.source.assemble = lambda _manifest, _index, out: out.zero_() if out is not None else None  # type: ignore[method-assign]
         second, happened = rig.publish(2)
         third, _ = rig.publish(3)
@@ -254,7 +254,7 @@ def test_where_the_answer_to_the_announcement_is_lost_engines_read_what_is_of_th
     plain = Delivery.open
 
     def opening(delivery: Delivery) -> tuple[m.Endpoint, ...]:
-        exported.append(rig.memory_export.state is ExportState.EXPORTED_DIGESTING)
+        exported.append(rig.memory_export.digesting and rig.memory_export._prepared is None)
         return plain(delivery)
 
     monkeypatch.setattr(Delivery, "open", opening)

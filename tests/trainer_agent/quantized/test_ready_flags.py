@@ -8,7 +8,7 @@ import torch
 from weightbus.dataplane.quantize.schemes import fp8_block
 from weightbus.dataplane.tensors.manifest import ITEM_BYTES
 from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
-from weightbus.trainer_agent.export.memory_export import FlaggingSource
+from weightbus.trainer_agent.export.memory_export import PreparingSource
 from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, QuantizeJob, RankWork, WeightPlace
 from weightbus.trainer_agent.quantized.quantized_assembly import (
     SHARES,
@@ -118,7 +118,7 @@ def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization)
 def test_every_result_lies_in_a_part() -> None:
     """All that others read of the arena is in front of the last end, and the marks are behind it."""
     for source in sources_of(tensor_parallel(48), small(fp8_block((16, 16)))):
-        assert isinstance(source, FlaggingSource)
+        assert isinstance(source, PreparingSource)
         source.prepare()
         parts, resident = source.ready_parts(), source._resident_quantization()
         assert parts is not None
@@ -142,6 +142,6 @@ def test_no_two_rounds_have_a_number_in_common() -> None:
     numbers: list[int] = []
     for source in (first, second, first):
         source.prepare()
-        numbers.append(source.round)
+        numbers.append(source.ready_round())
     assert len(set(numbers)) == 3
     assert numbers[2] == numbers[0] + 1
