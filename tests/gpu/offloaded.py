@@ -30,9 +30,9 @@ from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, MemoryAccess
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler
 from weightbus.trainer_agent.assembly.gather_plan import plan
-from weightbus.trainer_agent.assembly.host_uploads import HostUploadStream
+from weightbus.trainer_agent.assembly.host_uploads import HostUploadStream, MemoryAccess
 from weightbus.trainer_agent.publish.background_publisher import SnapshotBuffer
 from weightbus.trainer_agent.quantized.quantized_source import quantized
 from weightbus.trainer_agent.settings import SnapshotMemory

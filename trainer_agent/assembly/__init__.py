@@ -10,12 +10,12 @@ if TYPE_CHECKING:
         Assembler as Assembler,
         BucketPlanCache as BucketPlanCache,
         GatherExchange as GatherExchange,
-        MemoryAccess as MemoryAccess,
         check_manifest as check_manifest,
         unreadable_reason as unreadable_reason,
     )
     from .gather_plan import BucketPlan as BucketPlan, Placement as Placement, plan as plan
     from .host_uploads import (
+        MemoryAccess as MemoryAccess,
         Uploads as Uploads,
         UploadSpans as UploadSpans,
         is_pinned as is_pinned,

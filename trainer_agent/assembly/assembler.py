@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Final, Generic, NamedTuple, TypeVar
+from math import prod
+from typing import Final, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,10 @@ from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, TensorSpec
 
 from ..source import AssemblyFailed, LayoutMismatch
 from .gather_plan import BucketPlan, GatherContribution, GatherMessage, Placement
-from .host_uploads import Uploads, UploadSpans, UploadStream, is_pinned, upload_spans_of, upload_stream_for
+from .host_uploads import MemoryAccess, Uploads, UploadSpans, upload_spans_of
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """Dtypes that may travel, by the names that manifests use."""
-
-
 _ROUNDED: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """Dtypes that may be cast to a served dtype."""
 
@@ -57,11 +56,6 @@ def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
         f"the manifest and the source differ in {len(odd)} tensors ({', '.join(odd[:5])}): "
         f"make it of what the source's tensors() returns"
     )
-
-
-def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
-    """True if `tensor` is not on `device`, which stands for any GPU if it has no index."""
-    return tensor.device.type != device.type or device not in {torch.device(device.type), tensor.device}
 
 
 class GatherExchange:
@@ -97,14 +91,6 @@ class GatherExchange:
             ) from error
 
 
-class MemoryAccess(NamedTuple):
-    """How host memory is recognized and uploaded. Tests replace it to stand for a GPU."""
-
-    is_elsewhere: Callable[[torch.Tensor, torch.device], bool] = is_elsewhere
-    is_pinned: Callable[[torch.Tensor], bool] = is_pinned
-    upload_stream: Callable[[torch.device], UploadStream] = upload_stream_for
-
-
 class Assembler:
     """Executes the plan of one manifest on one rank."""
 
@@ -130,10 +116,7 @@ class Assembler:
         self._scratch: torch.Tensor | None = None
         self._pinned: PinnedStaging | None = None
         self._uploads: Uploads | None = None
-        self._spans_by_bucket: list[UploadSpans | None] = []
-        """By bucket, spans of this rank's contribution that are uploaded as they lie; empty before the first pass."""
-        self._pinned_storages: dict[int, int] = {}
-        """Storages in pinned host memory when the spans were computed: number and bytes of an element."""
+        """Uploads this rank's contributions as they lie; None before the first pass, or if nothing is uploaded."""
         self._places: list[int] = []
         """Addresses of all storages at that time: each may be moved, to another device too."""
 
@@ -147,74 +130,54 @@ class Assembler:
             self._gather(index, out)
         elif self._rank in bucket:
             self._send_contribution(index, device)
-        if index == len(self._buckets) - 1:
+        if index == len(self._buckets) - 1:  # a round is over: the memory is the trainer's again
             if self._uploads is not None:
-                self._uploads.settle()  # the trainer may step its parameters now
-            self._scratch = self._pinned = self._uploads = None  # a round is over: the memory is the trainer's again
+                self._uploads.settle()
+            self._scratch = self._pinned = None
 
     def _begin_pass(self, device: torch.device) -> None:
         """Recompute upload spans if parameters have moved since the last pass."""
         places = addresses_of(self._storages)
         if places == self._places:
             return
-        self._places = places
-        far = {
-            number: storage.element_size()
-            for number, storage in enumerate(self._storages)
-            if self._memory_access.is_elsewhere(storage, device) and self._memory_access.is_pinned(storage)
-        }
-        self._uploads, self._pinned_storages = None, far
-        mine = (bucket.get(self._rank) for bucket in self._buckets)
-        self._spans_by_bucket = [
-            self._upload_spans(contribution, device) if contribution and far else None for contribution in mine
-        ]
+        self._places, self._uploads = places, None
+        far = self._memory_access.to_upload(self._storages, device)
+        if far:
+            mine = (bucket.get(self._rank) for bucket in self._buckets)
+            wanted = [self._upload_spans(each, far, device) if each else None for each in mine]
+            self._uploads = Uploads(wanted, self._storages, device, self._memory_access)
 
-    def _upload_spans(self, contribution: GatherContribution, device: torch.device) -> UploadSpans | None:
+    def _upload_spans(
+        self, contribution: GatherContribution, far: dict[int, int], device: torch.device
+    ) -> UploadSpans | None:
         """Spans to upload; None if there are none, or if some of the contribution has to be packed on the host."""
         storages = {place.storage for place in _placements(contribution.messages)}
-        hidden = {
-            each
-            for each in storages - self._pinned_storages.keys()
-            if self._memory_access.is_elsewhere(self._storages[each], device)
-        }
-        if hidden or not storages & self._pinned_storages.keys():
+        hidden = any(self._memory_access.is_elsewhere(self._storages[each], device) for each in storages - far.keys())
+        if hidden or not storages & far.keys():
             return None
-        return upload_spans_of(_placements(contribution.messages), self._pinned_storages)
+        return upload_spans_of(_placements(contribution.messages), far)
 
-    def _uploaded_views(self, index: int, device: torch.device) -> Callable[[Placement], torch.Tensor] | None:
+    def _uploaded_views(self, index: int) -> Callable[[Placement], torch.Tensor] | None:
         """Views of the contribution's shards on the device, if they are uploaded as they lie."""
-        wanted = self._spans_by_bucket[index] if self._spans_by_bucket else None
-        if wanted is None:
+        uploaded = self._uploads.take(index) if self._uploads is not None else None
+        if uploaded is None:
             return None
-        if self._uploads is None:
-            largest = max(each.nbytes for each in self._spans_by_bucket if each is not None)
-            self._uploads = Uploads(self._storages, device, self._memory_access.upload_stream(device), largest)
-        taken = self._uploads.take(index, wanted)
-        return lambda place: taken(place) if place.storage in wanted.spans else self._source(place)
 
-    def _upload_next(self, index: int) -> None:
-        """Begin the next upload: bucket `index` was read from its buffer, in stream order."""
-        assert self._uploads is not None
-        self._uploads.used()
-        for later in range(index + 1, len(self._buckets)):
-            wanted = self._spans_by_bucket[later]
-            if wanted is not None:
-                return self._uploads.begin(later, wanted)
-        return None
+        def view(place: Placement) -> torch.Tensor:
+            found = uploaded(place)
+            return self._source(place) if found is None else found
+
+        return view
 
     def _send_contribution(self, index: int, device: torch.device) -> None:
         contribution = self._buckets[index][self._rank]
         on_other_device = self._on_other_device(contribution, device)
         packed = [message for message in contribution.messages if message.staged or on_other_device]
-        memory = self._memory(
-            contribution.nbytes if on_other_device else contribution.staged_bytes,
-            device,
-            on_other_device=on_other_device,
-        )
-        near = self._uploaded_views(index, device)
-        if near is not None:
+        memory = self._memory(index, device, on_other_device=on_other_device)
+        near = self._uploaded_views(index)
+        if near is not None and self._uploads is not None:
             self._pack(packed, memory, near)
-            self._upload_next(index)
+            self._uploads.used(index)
         elif on_other_device and device.type == "cuda":
             self._upload(contribution, memory)
         else:
@@ -226,14 +189,13 @@ class Assembler:
             else:
                 (place,) = message.placements
                 sent.append(self._source(place).contiguous().view(-1).view(torch.uint8))
-        self._connected_exchange().send(sent, self._roots[index])
+        assert self._exchange is not None, "the plan gives a contribution to a rank outside the exchange"
+        self._exchange.send(sent, self._roots[index])
 
     def _gather(self, index: int, out: torch.Tensor) -> None:
         bucket = self._buckets[index]
         peers = {rank: contribution for rank, contribution in bucket.items() if rank != self._rank}
-        memory = self._memory(
-            sum(contribution.packed_bytes for contribution in peers.values()), out.device, on_other_device=False
-        )
+        memory = self._memory(index, out.device, on_other_device=False)
         starts = accumulate((contribution.packed_bytes for contribution in peers.values()), initial=0)
         received: list[tuple[int, torch.Tensor]] = []
         copies = _CopyBatch()
@@ -253,7 +215,8 @@ class Assembler:
                 self._fill(index, own, out)
 
         if received:
-            self._connected_exchange().receive(received, fill)
+            assert self._exchange is not None, "the plan gives contributions to a rank outside the exchange"
+            self._exchange.receive(received, fill)
         else:
             fill()
         copies.run()
@@ -261,12 +224,12 @@ class Assembler:
     def _fill(self, index: int, contribution: GatherContribution, out: torch.Tensor) -> None:
         """Copy the root's own shards into the bucket."""
         copies = _CopyBatch()
-        near = self._uploaded_views(index, out.device)
-        if near is not None:
+        near = self._uploaded_views(index)
+        if near is not None and self._uploads is not None:
             for place in _placements(contribution.messages):
                 copies.add(_in_bucket(out, place), near(place), place.shift)
             copies.run()
-            return self._upload_next(index)
+            return self._uploads.used(index)
         if out.device.type != "cuda" or not self._on_other_device(contribution, out.device):
             for place in _placements(contribution.messages):
                 copies.add(_in_bucket(out, place), self._source(place), place.shift)
@@ -308,17 +271,12 @@ class Assembler:
             for place in _placements(contribution.messages)
         )
 
-    def _connected_exchange(self) -> GatherExchange:
-        assert self._exchange is not None, "the plan gives contributions to a rank outside the exchange"
-        return self._exchange
-
-    def _memory(self, nbytes: int, device: torch.device, *, on_other_device: bool) -> torch.Tensor:
+    def _memory(self, index: int, device: torch.device, *, on_other_device: bool) -> torch.Tensor:
+        """Memory for the messages of bucket `index`; allocated for the largest bucket of a pass."""
+        nbytes = self._scratch_bytes(index, on_other_device=on_other_device)
         if self._scratch is None or self._scratch.numel() < nbytes:
-            largest = max(
-                (self._scratch_bytes(index, on_other_device=on_other_device) for index in range(len(self._buckets))),
-                default=0,
-            )
-            self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
+            every = (self._scratch_bytes(at, on_other_device=on_other_device) for at in range(len(self._buckets)))
+            self._scratch = torch.empty(max(every), dtype=torch.uint8, device=device)
         return self._scratch[:nbytes]
 
     def _scratch_bytes(self, index: int, *, on_other_device: bool) -> int:
@@ -378,7 +336,8 @@ def _placements(messages: Sequence[GatherMessage]) -> Iterable[Placement]:
 
 def _in_contribution(contribution: torch.Tensor, place: Placement) -> torch.Tensor:
     """The shard within the contribution, contiguous."""
-    typed = contribution[place.contribution_offset : place.contribution_offset + place.nbytes].view(DTYPES[place.dtype])
+    nbytes = prod(place.shape) * ITEM_BYTES[place.dtype]
+    typed = contribution[place.contribution_offset : place.contribution_offset + nbytes].view(DTYPES[place.dtype])
     return typed.view(place.shape)
 
 

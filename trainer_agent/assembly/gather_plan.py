@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from math import prod
 from typing import Final
 
 import msgspec
@@ -57,10 +58,7 @@ class Placement(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes in the served dtype."""
-        size = ITEM_BYTES[self.dtype]
-        for extent in self.shape:
-            size *= extent
-        return size
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class GatherMessage(msgspec.Struct, frozen=True):
@@ -82,16 +80,10 @@ class GatherContribution(msgspec.Struct, frozen=True):
     messages: tuple[GatherMessage, ...]
     """In the order in which they are sent; messages that are not staged come last."""
     nbytes: int
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that the rank needs beyond its parameters, if those are where the bucket is."""
-        return max((message.offset + message.nbytes for message in self.messages if message.staged), default=0)
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes that the root needs beyond the bucket."""
-        return sum(_padded(message.nbytes) for message in self.messages if message.bucket_offset is None)
+    staged_bytes: int
+    """Bytes that the rank needs beyond its parameters, if those are where the bucket is."""
+    packed_bytes: int
+    """Bytes that the root needs beyond the bucket."""
 
 
 BucketPlan = dict[int, GatherContribution]
@@ -211,7 +203,9 @@ def _contribution(rows: Sequence[_Row], zero_copy_bytes: int) -> GatherContribut
         staged = bucket_offset is None or not _in_place(members)
         messages.append(GatherMessage(at, size, tuple(placements), bucket_offset, staged))
         at += _padded(size)
-    return GatherContribution(tuple(messages), at)
+    staged_bytes = max((each.offset + each.nbytes for each in messages if each.staged), default=0)
+    packed_bytes = sum(_padded(each.nbytes) for each in messages if each.bucket_offset is None)
+    return GatherContribution(tuple(messages), at, staged_bytes, packed_bytes)
 
 
 def _runs(rows: Sequence[_Row], zero_copy_bytes: int) -> tuple[list[list[_Row]], list[_Row]]:

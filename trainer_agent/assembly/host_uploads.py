@@ -61,7 +61,7 @@ def upload_spans_of(placements: Iterable[Placement], item_bytes: Mapping[int, in
     sizes = [(end - begin) * item_bytes[storage] for storage, (begin, end) in ends.items()]
     if sum(sizes) > WASTE * needed:
         return None
-    starts = [*accumulate((_aligned(size) for size in sizes), initial=0)]
+    starts = [*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)]
     spans = {
         storage: UploadSpan(storage, begin, end - begin, at)
         for (storage, (begin, end)), at in zip(ends.items(), starts, strict=False)
@@ -90,64 +90,85 @@ class UploadStream(Protocol):
 
 
 class Uploads:
-    """Upload buffers of one assembler, for passes over its buckets in order.
+    """Uploads for passes over buckets in order, as long as all storages stay where they are.
 
     An abandoned pass leaves a bucket that was begun and not taken. The next pass begins with an earlier bucket, so that
     it is uploaded anew before it is taken: the weights may have changed.
     """
 
     def __init__(
-        self, storages: Sequence[torch.Tensor], device: torch.device, upload_stream: UploadStream, nbytes: int
+        self,
+        wanted: Sequence[UploadSpans | None],
+        storages: Sequence[torch.Tensor],
+        device: torch.device,
+        memory_access: MemoryAccess,
     ) -> None:
-        """`nbytes` are the bytes of the largest bucket's spans."""
-        self._storages = storages
-        self._upload_stream = upload_stream
-        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        for buffer in range(2):
-            upload_stream.used(buffer)  # by the memory's previous owner
+        """`wanted` are the spans of each bucket; None where nothing is uploaded."""
+        self._wanted, self._storages, self._device, self._memory_access = wanted, storages, device, memory_access
+        self._upload_stream: UploadStream | None = None
+        """Made for a pass, with the buffers."""
+        self._buffers: list[torch.Tensor] = []
         self._buffer_index = 0
-        self._begun: tuple[int, UploadSpans] | None = None
-        """Bucket and spans that are being copied into the next buffer."""
+        self._begun: int | None = None
+        """Bucket that is being copied into the next buffer."""
 
-    def begin(self, bucket: int, wanted: UploadSpans) -> None:
-        """Upload the spans of a bucket into the next buffer."""
-        targets = [self._in_buffer(span) for span in wanted.spans.values()]
-        sources = [self._flat(span) for span in wanted.spans.values()]
-        self._upload_stream.copy(self._buffer_index, targets, sources)
-        self._begun = bucket, wanted
+    def take(self, bucket: int) -> Callable[[Placement], torch.Tensor | None] | None:
+        """Views of a bucket's placements on the device, None for one that is not uploaded. Ends with `used`.
 
-    def take(self, bucket: int, wanted: UploadSpans) -> Callable[[Placement], torch.Tensor]:
-        """Views of a bucket's placements on the device; uploaded already, or now. Ends with `used`."""
-        if self._begun is None or self._begun[0] != bucket:
-            self.begin(bucket, wanted)
+        They are uploaded already, or now. None if nothing of the bucket is uploaded.
+        """
+        wanted = self._wanted[bucket]
+        if wanted is None:
+            return None
+        if self._upload_stream is None:
+            largest = max(each.nbytes for each in self._wanted if each is not None)
+            self._upload_stream = self._memory_access.upload_stream(self._device)
+            self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            for buffer in range(2):
+                self._upload_stream.used(buffer)  # by the memory's previous owner
+        if self._begun != bucket:
+            self._begin(bucket, wanted, self._upload_stream)
         self._begun = None
         self._upload_stream.arrived(self._buffer_index)
         near = {span.storage: self._in_buffer(span) for span in wanted.spans.values()}
 
-        def view(place: Placement) -> torch.Tensor:
-            run = near[place.storage]
+        def view(place: Placement) -> torch.Tensor | None:
+            run = near.get(place.storage)
+            if run is None:
+                return None
             start = run.storage_offset() + place.offset - wanted.spans[place.storage].begin
             return run.as_strided(place.shape, place.strides, start)
 
         return view
 
-    def used(self) -> None:
-        """The views of the last `take` were read, in the caller's order: the buffer is free after that."""
+    def used(self, bucket: int) -> None:
+        """Begin the next upload: the views of `bucket` were read, in the caller's order, and its buffer is free."""
+        assert self._upload_stream is not None
         self._upload_stream.used(self._buffer_index)
         self._buffer_index = 1 - self._buffer_index
+        for later in range(bucket + 1, len(self._wanted)):
+            if (wanted := self._wanted[later]) is not None:
+                return self._begin(later, wanted, self._upload_stream)
+        return None
 
     def settle(self) -> None:
-        """Block until the parameters may change."""
-        self._upload_stream.settle()
+        """End a pass: block until the parameters may change, and free the buffers."""
+        if self._upload_stream is not None:
+            self._upload_stream.settle()
+        self._upload_stream, self._buffers, self._begun = None, [], None
+
+    def _begin(self, bucket: int, wanted: UploadSpans, upload_stream: UploadStream) -> None:
+        """Upload the spans of a bucket, each as it lies, into the next buffer."""
+        storages = ((self._storages[span.storage], span) for span in wanted.spans.values())
+        sources = [each.as_strided((span.size,), (1,), each.storage_offset() + span.begin) for each, span in storages]
+        targets = [self._in_buffer(span) for span in wanted.spans.values()]
+        upload_stream.copy(self._buffer_index, targets, sources)
+        self._begun = bucket
 
     def _in_buffer(self, span: UploadSpan) -> torch.Tensor:
         storage = self._storages[span.storage]
         nbytes = span.size * storage.element_size()
         return self._buffers[self._buffer_index][span.at : span.at + nbytes].view(storage.dtype)
-
-    def _flat(self, span: UploadSpan) -> torch.Tensor:
-        storage = self._storages[span.storage]
-        return storage.as_strided((span.size,), (1,), storage.storage_offset() + span.begin)
 
 
 class CudaUploadStream:
@@ -156,8 +177,9 @@ class CudaUploadStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._copied = [_event() for _ in range(2)]
-        self._used = [_event() for _ in range(2)]
+        # torch leaves events untyped
+        self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._used = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def copy(self, buffer: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Enqueue the copies; waiting for an event that was never recorded returns at once."""
@@ -215,9 +237,22 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_pinned()
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+    """True if `tensor` is not on `device`, which stands for any GPU if it has no index."""
+    return tensor.device.type != device.type or device not in {torch.device(device.type), tensor.device}
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class MemoryAccess(NamedTuple):
+    """How host memory is recognized and uploaded. Tests replace it to stand for a GPU."""
+
+    is_elsewhere: Callable[[torch.Tensor, torch.device], bool] = is_elsewhere
+    is_pinned: Callable[[torch.Tensor], bool] = is_pinned
+    upload_stream: Callable[[torch.device], UploadStream] = upload_stream_for
+
+    def to_upload(self, storages: Sequence[torch.Tensor], device: torch.device) -> dict[int, int]:
+        """Storages in pinned host memory, for buckets on `device`: number, and bytes of an element."""
+        return {
+            number: storage.element_size()
+            for number, storage in enumerate(storages)
+            if self.is_elsewhere(storage, device) and self.is_pinned(storage)
+        }

@@ -21,7 +21,17 @@ import torch
 from weightbus.control.log import get_log
 from weightbus.control.protocol import EngineInfo
 from weightbus.dataplane.digest import ParameterBox, ServedParameter, served_layout, sglang_checksum as fmix
-from weightbus.dataplane.tensors import LiveDigests, Manifest, TensorSpec
+from weightbus.dataplane.tensors import LiveDigests, Manifest
+
+_log = get_log(__name__)
+
+SHA256: Final = "sglang-sha256-8"
+"""Value of `EngineInfo.live_digest` of servers on a CPU."""
+_DIGEST_DIGITS: Final = 16
+
+EngineKind = tuple[str, int]
+"""An algorithm and a tensor-parallel size."""
+_Bytes = npt.NDArray[np.uint8]
 
 
 class GpuChecksumPlan:
@@ -36,28 +46,20 @@ class GpuChecksumPlan:
         self._places: dict[int, list[tuple[int, ParameterBox, int]]] = defaultdict(list)
         sizes = [self._place(at, parameter) for at, parameter in enumerate(parameters)]
         self.lanes = fmix.ChecksumLanes(sizes)
-        self._tables: dict[int, fmix.Table] = {}
+        self.tables = [self._table(index) for index in range(len(manifest.buckets))]
+        """Segments of each bucket."""
         self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
-        for index in range(len(manifest.buckets)):
-            self._tables[index] = self._table(index)
-        self._zeros = self.lanes.zeros()
+        self.padding = self.lanes.zeros()
+        """Lanes that hold the padding and nothing else."""
         for at, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
             words = parameter.zero_bytes // fmix.WORD_BYTES
-            fmix.accumulate_zeros(words, size // fmix.WORD_BYTES - words, int(self.lanes.first[at]), self._zeros)
-
-    def start(self) -> fmix.Words:
-        """Lanes that hold the padding and nothing else."""
-        return self._zeros.copy()
-
-    def table(self, index: int) -> fmix.Table:
-        """Segments of bucket `index`."""
-        return self._tables[index]
+            fmix.accumulate_zeros(words, size // fmix.WORD_BYTES - words, int(self.lanes.first[at]), self.padding)
 
     def table_on(self, index: int, device: torch.device) -> torch.Tensor:
         """Segments of bucket `index` on `device`; copied there once."""
         found = self._on_device.get((index, device))
         if found is None:
-            found = self._on_device[index, device] = torch.as_tensor(self._tables[index], device=device)
+            found = self._on_device[index, device] = torch.as_tensor(self.tables[index], device=device)
         return found
 
     def _place(self, at: int, parameter: ServedParameter) -> int:
@@ -65,7 +67,8 @@ class GpuChecksumPlan:
         offset = 0
         for box in parameter.boxes:
             self._places[box.tensor].append((at, box, offset))
-            offset += _box_bytes(self.manifest, box)
+            _, row_bytes, _, rows = _runs(self.manifest, box)
+            offset += row_bytes * rows
         return offset + parameter.zero_bytes
 
     def _table(self, index: int) -> fmix.Table:
@@ -105,7 +108,7 @@ class GpuChecksumDigester:
 
     def __init__(self, layout: GpuChecksumPlan) -> None:
         self._layout = layout
-        self._host = layout.start()
+        self._host = layout.padding.copy()
         self._device: torch.Tensor | None = None
         self._missing = set(range(len(layout.manifest.buckets)))
 
@@ -113,7 +116,7 @@ class GpuChecksumDigester:
         """Take bucket `index`, packed in the first bytes of `memory`. On a GPU in the order of the current stream."""
         self._missing.discard(index)
         if memory.device.type != "cuda":
-            fmix.accumulate(memory.numpy(), self._layout.table(index), self._host)
+            fmix.accumulate(memory.numpy(), self._layout.tables[index], self._host)
             return
         from weightbus.dataplane.digest import sglang_checksum_triton as fmix_triton  # noqa: PLC0415 - Triton is there where a GPU is
 
@@ -132,16 +135,8 @@ class GpuChecksumDigester:
         lanes = self._host
         if self._device is not None:
             lanes = lanes + self._device.cpu().numpy().view(np.uint32)
-        found: dict[str, list[str]] = defaultdict(list)
-        for parameter, checksum in zip(self._layout.parameters, self._layout.lanes.finish(lanes), strict=True):
-            if parameter.name in names:
-                found[parameter.name].append(checksum)
-        return {name: tuple(checksums) for name, checksums in found.items()}
-
-
-def _box_bytes(manifest: Manifest, box: ParameterBox) -> int:
-    _, row_bytes, _, rows = _runs(manifest, box)
-    return row_bytes * rows
+        checksums = zip(self._layout.parameters, self._layout.lanes.finish(lanes), strict=True)
+        return _by_rank((parameter.name, checksum) for parameter, checksum in checksums if parameter.name in names)
 
 
 def _runs(manifest: Manifest, box: ParameterBox) -> tuple[int, int, int, int]:
@@ -154,19 +149,6 @@ def _runs(manifest: Manifest, box: ParameterBox) -> tuple[int, int, int, int]:
         return box.start[0] * stride, box.size[0] * stride, box.size[0] * stride, 1
     column = stride // spec.shape[1]
     return box.start[0] * stride + box.start[1] * column, box.size[1] * column, stride, box.size[0]
-
-
-SHA256: Final = "sglang-sha256-8"
-"""Value of `EngineInfo.live_digest` of servers on a CPU."""
-
-EngineKind = tuple[str, int]
-"""An algorithm and a tensor-parallel size."""
-
-_log = get_log(__name__)
-
-_DIGEST_DIGITS: Final = 16
-
-_Bytes = npt.NDArray[np.uint8]
 
 
 def engine_kinds(engines: Mapping[str, EngineInfo]) -> frozenset[EngineKind]:
@@ -195,7 +177,10 @@ class SglangDigestPlan:
             if layout is None:
                 continue
             if algorithm == SHA256:
-                self._note(size, layout)
+                self.layouts[size] = layout
+                for at, parameter in enumerate(layout):
+                    for position, box in enumerate(parameter.boxes):
+                        self.uses[box.tensor].append((size, at, position))
                 continue
             try:
                 self.on_gpu[size] = GpuChecksumPlan(manifest, layout)
@@ -205,12 +190,6 @@ class SglangDigestPlan:
     def of_kinds(self, wanted: frozenset[EngineKind]) -> SglangDigestPlan:
         """The plan of the same manifest for the kinds `wanted`: this one if it is of them."""
         return self if wanted == self.wanted else SglangDigestPlan(self.manifest, wanted, self.head_dim)
-
-    def _note(self, size: int, layout: tuple[ServedParameter, ...]) -> None:
-        self.layouts[size] = layout
-        for at, parameter in enumerate(layout):
-            for position, box in enumerate(parameter.boxes):
-                self.uses[box.tensor].append((size, at, position))
 
 
 class SglangDigester:
@@ -236,30 +215,28 @@ class SglangDigester:
         data: _Bytes = memory[: bucket.nbytes].cpu().numpy()
         offsets = manifest.offsets_of(index)
         for tensor in range(bucket.first, bucket.last):
-            start = offsets[tensor - bucket.first]
-            spec = manifest.tensors[tensor]
-            whole = data[start : start + spec.nbytes]
+            whole = data[offsets[tensor - bucket.first] :]
             for size, at, position in self._plan.uses[tensor]:
                 running = self._running[size][at]
-                running.take(position, _part_bytes(whole, spec, running.parameter.boxes[position]))
+                start, row_bytes, stride, rows = _runs(manifest, running.parameter.boxes[position])
+                part = np.lib.stride_tricks.as_strided(whole[start:], (rows, row_bytes), (stride, 1))
+                running.take(position, np.ascontiguousarray(part).reshape(-1))
 
     def result(self, *, partial: bool = False) -> tuple[LiveDigests, ...]:
         """Digests that engines of each kind must report. Raises `ValueError` if a bucket was not fed.
 
         With `partial`, only of parameters whose buckets were fed; all others are taken to be of another pipeline stage.
         """
-        fed = self._tensors() if partial else None
-        hashed = (
-            LiveDigests(SHA256, size, _by_parameter(_touched(self._plan.layouts[size], running, fed)))
-            for size, running in sorted(self._running.items())
-        )
-        mixed = (LiveDigests(fmix.ALGORITHM, size, each.result(fed)) for size, each in sorted(self._on_gpu.items()))
-        return (*hashed, *mixed)
-
-    def _tensors(self) -> frozenset[int]:
-        """Numbers of the tensors that were fed."""
         buckets = [self._plan.manifest.buckets[index] for index in self._fed]
-        return frozenset(tensor for bucket in buckets for tensor in range(bucket.first, bucket.last))
+        tensors = frozenset(tensor for bucket in buckets for tensor in range(bucket.first, bucket.last))
+        fed = tensors if partial else None
+        found: list[LiveDigests] = []
+        for size, running in sorted(self._running.items()):
+            names = parameters_of(self._plan.layouts[size], fed)
+            digests = ((each.parameter.name, each.digest()) for each in running if each.parameter.name in names)
+            found.append(LiveDigests(SHA256, size, _by_rank(digests)))
+        mixed = (LiveDigests(fmix.ALGORITHM, size, each.result(fed)) for size, each in sorted(self._on_gpu.items()))
+        return (*found, *mixed)
 
 
 def merge_live_digests(parts: Sequence[tuple[LiveDigests, ...]]) -> tuple[LiveDigests, ...]:
@@ -300,30 +277,9 @@ class _Running:
         return final.hexdigest()[:_DIGEST_DIGITS]
 
 
-def _part_bytes(whole: _Bytes, spec: TensorSpec, box: ParameterBox) -> _Bytes:
-    """Bytes of `box`; a view if they are contiguous. Layouts cut dimensions 0 and 1 only."""
-    dims = len(spec.shape)
-    if dims == 0:
-        return whole
-    row_bytes = spec.nbytes // spec.shape[0]
-    column_bytes = row_bytes // spec.shape[1] if dims > 1 else row_bytes
-    first = box.start[1] * column_bytes if dims > 1 else 0
-    width = box.size[1] * column_bytes if dims > 1 else row_bytes
-    table = whole.reshape(spec.shape[0], row_bytes)
-    part = table[box.start[0] : box.start[0] + box.size[0], first : first + width]
-    return np.ascontiguousarray(part).reshape(-1)
-
-
-def _touched(
-    layout: Sequence[ServedParameter], running: Sequence[_Running], fed: Collection[int] | None
-) -> Iterable[_Running]:
-    names = parameters_of(layout, fed)
-    return (each for each in running if each.parameter.name in names)
-
-
-def _by_parameter(running: Iterable[_Running]) -> dict[str, tuple[str, ...]]:
-    """Digests by rank. Layouts list the ranks of a parameter in order."""
+def _by_rank(digests: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Digests by parameter, in the order of ranks, in which layouts list the ranks of a parameter."""
     found: dict[str, list[str]] = defaultdict(list)
-    for each in running:
-        found[each.parameter.name].append(each.digest())
+    for name, digest in digests:
+        found[name].append(digest)
     return {name: tuple(digests) for name, digests in found.items()}

@@ -102,7 +102,7 @@ class QuantizedAssembly:
         """`work` overrides the work that `division` gives this rank. `memory_access` differs in tests only."""
         self._source = source
         self._memory_access = memory_access
-        self._uploads: WeightUploads | None = None
+        self._uploads: Uploads | None = None
         self._located = located
         self._manifest = division.manifest
         self._weights = division.weights
@@ -164,7 +164,10 @@ class QuantizedAssembly:
             return
         self._places = places
         self._bound = {}
-        self._assembler = self._uploads = None
+        self._assembler = None
+        far = self._memory_access.to_upload(storages, self._source.device)
+        wanted = [_upload_spans(each.jobs, far) for each in self._work.buckets]
+        self._uploads = Uploads(wanted, storages, self._source.device, self._memory_access)
 
     def _quantize(self, index: int, out: torch.Tensor | None) -> None:
         """Run this rank's jobs; bound once for as long as all memory stays where it is."""
@@ -172,17 +175,18 @@ class QuantizedAssembly:
         if not work.jobs:
             return
         gathered = [memory for number in work.raws if (memory := self._gathered[number]) is not None]
-        near = self._weight_uploads().take(index) if self._weights_on_host else None
-        at = tuple(each.data_ptr() for each in (self._arena, *gathered, *(() if out is None else (out,))))
-        at = at if near is None else (*at, near.at)
+        view = self._uploads.take(index) if self._uploads is not None else None
+        near: dict[int, torch.Tensor] = {}
+        """Uploaded weights, by number of the job; other jobs read theirs where they lie."""
+        for number, job in enumerate(work.jobs if view is not None else ()):
+            place = _place(job)
+            if view is not None and place is not None and (weights := view(place)) is not None:
+                near[number] = weights
+        uploaded = (each.untyped_storage().data_ptr() for each in [*near.values()][:1])
+        at = (*(each.data_ptr() for each in (self._arena, *gathered, *(() if out is None else (out,)))), *uploaded)
         bound = self._bound.get(index)
-        if (
-            bound is None
-            or bound.at != at
-            or (self._weights_on_host and (near is None or len(near.views) < len(work.jobs)))
-        ):
-            views = near.views if near is not None else {}
-            tasks = [self._task(job, out, views.get(number)) for number, job in enumerate(work.jobs)]
+        if bound is None or bound.at != at or (self._weights_on_host and len(near) < len(work.jobs)):
+            tasks = [self._task(job, out, near.get(number)) for number, job in enumerate(work.jobs)]
             parts = itertools.pairwise((0, *self._job_cuts(index), len(tasks)))
             bound = self._bound[index] = _Bound(
                 at, tuple(prepare_tasks(tasks[a:b], self._source.device) for a, b in parts)
@@ -191,8 +195,8 @@ class QuantizedAssembly:
             each.run()
             if part < len(bound.tasks) - 1:
                 self._set_flag(part)
-        if near is not None:
-            self._weight_uploads().used(index)
+        if near and self._uploads is not None:
+            self._uploads.used(index)
 
     def _job_cuts(self, index: int) -> tuple[int, ...]:
         """Jobs of a bucket behind which a ready flag is set."""
@@ -201,12 +205,6 @@ class QuantizedAssembly:
 
     def _set_flag(self, part: int) -> None:
         """Called when all jobs up to such a cut were launched."""
-
-    def _weight_uploads(self) -> WeightUploads:
-        """Uploads of parameters from where they are now."""
-        if self._uploads is None:
-            self._uploads = WeightUploads(self._work, self._storages or (), self._source.device, self._memory_access)
-        return self._uploads
 
     def _take_memory(self) -> None:
         """Allocate the arena, and bind the assemblers that read from it and from the source's tensors."""
@@ -485,62 +483,6 @@ def _items(shape: Sequence[int]) -> int:
     for extent in shape:
         count *= extent
     return count
-
-
-class UploadedWeights(NamedTuple):
-    """Weights of one bucket on the device."""
-
-    at: int
-    """Address of their buffer."""
-    views: dict[int, torch.Tensor]
-    """By number of the bucket's job; a job that is missing reads its weight where it lies."""
-
-
-class WeightUploads:
-    """Uploads for passes over the buckets of `work`, as long as all storages stay where they are."""
-
-    def __init__(
-        self, work: RankWork, storages: Sequence[torch.Tensor], device: torch.device, memory_access: MemoryAccess
-    ) -> None:
-        self._work, self._storages, self._device, self._memory_access = work, storages, device, memory_access
-        far = {
-            number: storage.element_size()
-            for number, storage in enumerate(storages)
-            if memory_access.is_elsewhere(storage, device) and memory_access.is_pinned(storage)
-        }
-        self._spans_by_bucket = [_upload_spans(each.jobs, far) for each in work.buckets]
-        self._uploads: Uploads | None = None
-
-    def take(self, index: int) -> UploadedWeights | None:
-        """Weights of bucket `index`, uploaded already or now; None if none are uploaded. Ends with `used`."""
-        wanted = self._spans_by_bucket[index]
-        if wanted is None:
-            return None
-        if self._uploads is None:
-            largest = max(each.nbytes for each in self._spans_by_bucket if each is not None)
-            self._uploads = Uploads(
-                self._storages, self._device, self._memory_access.upload_stream(self._device), largest
-            )
-        view = self._uploads.take(index, wanted)
-        jobs = enumerate(self._work.buckets[index].jobs)
-        views = {at: view(place) for at, job in jobs if (place := _place(job)) and place.storage in wanted.spans}
-        return UploadedWeights(next(iter(views.values())).untyped_storage().data_ptr(), views)
-
-    def used(self, index: int) -> None:
-        """Begin the next upload: the weights of bucket `index` were read, in stream order."""
-        assert self._uploads is not None
-        self._uploads.used()
-        for later in range(index + 1, len(self._spans_by_bucket)):
-            wanted = self._spans_by_bucket[later]
-            if wanted is not None:
-                return self._uploads.begin(later, wanted)
-        return None
-
-    def settle(self) -> None:
-        """End a pass: block until the parameters may change, and free the buffers."""
-        if self._uploads is not None:
-            self._uploads.settle()
-            self._uploads = None
 
 
 def _upload_spans(jobs: Sequence[QuantizeJob], far: dict[int, int]) -> UploadSpans | None:

@@ -11,9 +11,9 @@ from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
-from weightbus.trainer_agent.assembly import assembler as assembly
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, MemoryAccess, check_manifest
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, check_manifest
 from weightbus.trainer_agent.assembly.gather_plan import BucketPlan, plan
+from weightbus.trainer_agent.assembly.host_uploads import MemoryAccess, is_elsewhere
 from weightbus.trainer_agent.source import LayoutMismatch
 
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
 @pytest.mark.parametrize(("device", "there"), [("cpu", False), ("cuda", True), ("cuda:1", True), ("meta", True)])
 def test_any_gpu_is_meant_by_a_device_without_an_index(device: str, there: bool) -> None:
     """What is on the host is elsewhere for every GPU, and at home on the host."""
-    assert assembly.is_elsewhere(torch.zeros(1), torch.device(device)) is there
+    assert is_elsewhere(torch.zeros(1), torch.device(device)) is there
 
 
 def groups(world: World, places: Sequence[int]) -> None:
