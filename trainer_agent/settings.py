@@ -14,7 +14,7 @@ from weightbus.control.machine import PREFERRED
 from weightbus.control.protocol import NAME_PATTERN, PauseMode, Policy, StragglerPolicy, TransportKind
 from weightbus.control.security import InsecureLoopback, KeysFolder, check_endpoints, check_key_settings
 from weightbus.dataplane.tensors import DEFAULT_BUCKET_BYTES
-from weightbus.dataplane.transports import registry as transports
+from weightbus.dataplane.transports import LoadedBy, registry as transports
 
 from .machine import PublishLimits
 
@@ -177,10 +177,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.transport or PREFERRED
 
     def transports(self) -> tuple[TransportKind, ...]:
-        """The transports that can be offered; disk needs a folder. Raises `ValueError` when none is left."""
-        kinds = tuple(kind for kind in self.preferences() if kind is not TransportKind.DISK or self.checkpoint_dir)
+        """The transports that can be offered; files need a folder. Raises `ValueError` when none is left."""
+        known = ((kind, transports.by_name(kind)) for kind in self.preferences())
+        kinds = tuple(kind for kind, each in known if each.loaded_by is not LoadedBy.FILES or self.checkpoint_dir)
         if not kinds:
-            raise ValueError("transport = disk needs checkpoint_dir, a folder that trainer and engines both see")
+            raise ValueError(
+                f"transport = {', '.join(self.transport)} needs checkpoint_dir, a folder that trainer and engines see"
+            )
         return kinds
 
     def policy(self) -> Policy:

@@ -89,7 +89,7 @@ class Address(msgspec.Struct, frozen=True):
     """Distributed: a secret by which both sides know that the other is of this epoch, and no stranger."""
 
 
-class Slot(Protocol):
+class StagingBuffer(Protocol):
     """A staging buffer that outlives rounds. `memory` is a 1-D uint8 tensor of its whole capacity."""
 
     @property
@@ -127,7 +127,7 @@ class Sender(Protocol):
         """
         ...
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         """Hand bucket `index`, packed in `slot`, to every peer. Raises `TransferFailed` when none is left."""
         ...
 
@@ -398,7 +398,7 @@ class Group(WireMessage, frozen=True, tag="Group"):
 class Layout(WireMessage, frozen=True, tag="Layout"):
     """Sender: what every rank of the trainer holds and exports."""
 
-    pieces: bytes
+    shards: bytes = msgspec.field(name="pieces")
     """`Shards.encode`."""
     exports: tuple[bytes, ...]
     """`ExportMap.encode`."""
@@ -408,7 +408,7 @@ class Layout(WireMessage, frozen=True, tag="Layout"):
 class ExportedWeights:
     """The memory that all ranks of a trainer export, in one generation."""
 
-    pieces: Shards
+    shards: Shards
     """Of all ranks, in the tensors of the manifest that is published."""
     exports: tuple[ExportMap, ...]
     exporters: tuple[Exporting, ...]
@@ -416,12 +416,12 @@ class ExportedWeights:
     @cached_property
     def given(self) -> Layout:
         """The part that a receiver keeps from round to round: the same in every generation."""
-        return Layout(pieces=self.pieces.encode(), exports=tuple([export.encode() for export in self.exports]))
+        return Layout(shards=self.shards.encode(), exports=tuple([export.encode() for export in self.exports]))
 
     @cached_property
     def layout(self) -> str:
         """The digest by which `given` is named on the wire."""
-        parts = (self.given.pieces, *self.given.exports)
+        parts = (self.given.shards, *self.given.exports)
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
     def again(self, exporters: tuple[Exporting, ...]) -> ExportedWeights:
@@ -491,6 +491,8 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True):
     receiver: Callable[[ReceiverContext], Receiver]
     """Makes the engine's half, which lives as long as the sidecar."""
     loaded_by: LoadedBy
+    missing: Callable[[SenderContext], str] = lambda _: ""
+    """Why a trainer cannot send this way, whatever memory it has, and what to do about it; empty when it can."""
     reads_memory: bool = False
     """Whether engine workers open the memory that the trainer's ranks export."""
     divides: bool = False

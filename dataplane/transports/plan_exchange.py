@@ -127,7 +127,7 @@ class ReadLayout:
     """What the trainer's ranks hold, as it was last heard."""
 
     digest: str
-    pieces: Shards
+    shards: Shards
     exports: tuple[ExportMap, ...]
 
 
@@ -367,7 +367,7 @@ class PlanExchange:
         found = [self.traces[digest] for digest in recordings]
         with self.timed("plan"):
             plans = tuple(
-                make_plan(layout.pieces, layout.exports, trace, reader)
+                make_plan(layout.shards, layout.exports, trace, reader)
                 for trace, reader in zip(found, readers, strict=True)
             )
             # While the trainer makes the same ones, everything else is done that follows from them.
@@ -454,7 +454,7 @@ def read_layout(attempt: Attempt) -> ReadLayout:
     if not isinstance(reply, Layout):
         raise PeerLost(f"the sender gave no layout: {reason_of(reply)}")
     exports = tuple(ExportMap.decode(each) for each in reply.exports)
-    return ReadLayout(attempt.layout, Shards.decode([reply.pieces], attempt.session.manifest.tensors), exports)
+    return ReadLayout(attempt.layout, Shards.decode([reply.shards], attempt.session.manifest.tensors), exports)
 
 
 def _wait(call: Future[None], seconds: float) -> None:

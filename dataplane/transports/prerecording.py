@@ -176,9 +176,9 @@ def _plan_once(recording: LoadTrace) -> None:
     tensors = recording.tensors
     whole, nbytes = staging_layout(tensors, range(len(tensors)))
     places = tuple(ExportedTensor(0, at) for at in whole.storage.tolist())
-    pieces = replace(whole, storage=np.arange(len(whole)))
+    shards = replace(whole, storage=np.arange(len(whole)))
     export = ExportMap(0, "", (Region(nbytes, "cpu"),), places)
-    plan = make_plan(pieces, [export], recording, PlanReader(recording.rank, "", "cpu"))
+    plan = make_plan(shards, [export], recording, PlanReader(recording.rank, "", "cpu"))
     make_send_schedule(plan, len(recording.targets), pair_bytes_for(1)).digest()
 
 

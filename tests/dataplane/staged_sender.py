@@ -9,7 +9,7 @@ import torch
 from weightbus.dataplane.transports.broadcast_order import Sources
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
-from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, Slot, TransferSession
+from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, StagingBuffer, TransferSession
 
 STAGES = 3
 SLOTS = 2
@@ -51,7 +51,7 @@ class StagedSender:
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
         self.leader.ready(deadline_s, join_s)
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         self.leader.send(index, slot, deadline_s)
         number = self.sources.of[index]
         if number:

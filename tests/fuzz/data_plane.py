@@ -101,7 +101,7 @@ def _targets() -> tuple[Target, ...]:
             "RECEIVER",
             d.Welcome(epoch=3, layout="l", exporters=(exporting,)),
             d.Refused(epoch=3, reason="no"),
-            d.Layout(pieces=b"p", exports=(b"e",)),
+            d.Layout(shards=b"p", exports=(b"e",)),
             d.Agreed(),
             d.Table(table=b"t" * 64, seal=b"s"),
             d.Failed(reason="no"),

@@ -39,7 +39,7 @@ def read(exported: ExportedWeights, manifest: Manifest) -> dict[str, torch.Tenso
     """Every tensor, packed, by a plan over what is exposed."""
     everything = tuple(StagedTensor(index, NotCopiedCause.COMPUTED) for index in range(len(manifest.tensors)))
     recording = LoadTrace(0, (), Shards.of(manifest.tensors, []), loaded=everything)
-    plan = make_plan(exported.pieces, exported.exports, recording, PlanReader(0, host_identity(), "cpu"))
+    plan = make_plan(exported.shards, exported.exports, recording, PlanReader(0, host_identity(), "cpu"))
     importer = RegionImporter()
     for each in exported.exporters:
         regions = [source.region for source in plan.sources if source.rank == each.holder]

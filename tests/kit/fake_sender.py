@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, Slot, Tabled, TransferSession
+from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, StagingBuffer, Tabled, TransferSession
 
 
 class FakeSender:
@@ -27,7 +27,7 @@ class FakeSender:
         self.blocking = False
         self._session: TransferSession | None = None
         self._peers: list[Peer] = []
-        self._held: dict[int, Slot] = {}
+        self._held: dict[int, StagingBuffer] = {}
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         self.calls.append(f"offer {session.epoch}")
@@ -45,7 +45,7 @@ class FakeSender:
         if self.blocking and not self.block.wait(deadline_s):
             raise PeerLost("nobody came")
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         assert deadline_s > 0
         assert self._session is not None
         self.calls.append(f"send {index}")

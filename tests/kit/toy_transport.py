@@ -27,7 +27,7 @@ from weightbus.dataplane.transports.interface import (
     ReceiverContext,
     SenderContext,
     SharedBucket,
-    Slot,
+    StagingBuffer,
     TransferSession,
     Transport,
 )
@@ -59,7 +59,7 @@ class FolderSender:
         del deadline_s, join_s  # files wait for engines
         self._there()
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         del deadline_s
         made = self._there() / f"{index}.part"
         made.write_bytes(slot.memory.numpy().tobytes())

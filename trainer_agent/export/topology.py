@@ -26,7 +26,7 @@ from weightbus.dataplane.processes import (
     network_identity,
     network_interfaces,
 )
-from weightbus.dataplane.transports import registry as transports
+from weightbus.dataplane.transports import LoadedBy, registry as transports
 
 from ..settings import TrainerSettings
 
@@ -74,7 +74,7 @@ def _lack(kind: TransportKind, settings: TrainerSettings, refusals: dict[Transpo
         return MissingTransport(
             found="its setting transport leaves it out", needed=f"add {kind.value} to it, or leave it unset"
         )
-    if kind is TransportKind.DISK:
+    if transports.by_name(kind).loaded_by is LoadedBy.FILES:
         return MissingTransport(
             found="it has no checkpoint_dir", needed="set checkpoint_dir to a folder that both sides see"
         )

@@ -37,7 +37,7 @@ from weightbus.control.protocol import (
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory import BucketBuffers
 from weightbus.dataplane.tensors import BucketSpec, DigestTable, LiveDigests, Manifest
-from weightbus.dataplane.transports import Address, Slot, Sources, cut, registry as transports
+from weightbus.dataplane.transports import Address, Sources, StagingBuffer, cut, registry as transports
 from weightbus.dataplane.transports.distributed import SourceRank
 
 from ..checkpoints import Saving
@@ -124,7 +124,7 @@ class BucketStaging:
             self.in_place.begin()
 
     @property
-    def buffers(self) -> Sequence[Slot]:
+    def buffers(self) -> Sequence[StagingBuffer]:
         """Staging buffers: bucket `i` lies in ``buffers[i % len(buffers)]``."""
         return self._pool.buffers
 
@@ -268,7 +268,7 @@ class BucketStaging:
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, b"".join(digests), live.result())
         return self._table
 
-    def _assemble(self, index: int, slot: Slot, watch: Stopwatch) -> bytes:
+    def _assemble(self, index: int, slot: StagingBuffer, watch: Stopwatch) -> bytes:
         """Assemble a bucket and return its digests."""
         with watch.phase("assemble"):
             self.ranks.tell(AssembleBucket(index))

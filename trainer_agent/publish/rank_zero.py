@@ -36,7 +36,7 @@ from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory import BucketBuffers
 from weightbus.dataplane.processes import default_runtime_dir, host_identity
 from weightbus.dataplane.tensors import Manifest
-from weightbus.dataplane.transports import Sender, SenderContext, Transport, registry as transports
+from weightbus.dataplane.transports import SenderContext, Transport, registry as transports
 
 from ..checkpoints import Archive, ArchivePolicy, check_configs
 from ..export import Exportable, MemoryExport, location_of, topology_of
@@ -223,12 +223,14 @@ def start_rank_zero(
     check_configs(settings.served, settings.hf_config_dir)
     archive = _archive(source, settings)
     memory_export, refusals = _first_export(memory_export_of(source, settings, manifest), source, settings)
+    refusals |= _missing(settings, source.device.type)
     kinds = tuple(kind for kind in settings.transports() if kind not in refusals)
     if not kinds:
         raise ConfigurationError(
             f"transport = {', '.join(settings.transport)} is all that is allowed, and this trainer's memory cannot be"
             " given in place (the log says why): allow local too"
         )
+    sender_context = _sender_context(settings, str(source.device), memory_export)
     buckets = len(manifest.buckets)
     pool = BucketBuffers(
         source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
@@ -264,7 +266,7 @@ def start_rank_zero(
                 None if memory_export is None else InPlaceExport(memory_export, ranks, _trainer_info(source, kinds)),
                 layout.pipeline,
             ),
-            make_sender=_sender_maker(source, settings, memory_export),
+            make_sender=lambda kind: transports.by_name(kind).sender(sender_context),
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
@@ -320,7 +322,7 @@ def _first_export(
     reading = [kind for kind, each in wanted.items() if each.reads_memory] if memory_export.unreadable else []
     if reading:
         _log.log(level, "not_direct", reason=memory_export.unreadable)
-    return memory_export, dict.fromkeys(reading, memory_export.unreadable) | _without_nixl(settings)
+    return memory_export, dict.fromkeys(reading, memory_export.unreadable)
 
 
 def _in_place(kinds: Iterable[TransportKind]) -> dict[TransportKind, Transport]:
@@ -328,16 +330,13 @@ def _in_place(kinds: Iterable[TransportKind]) -> dict[TransportKind, Transport]:
     return {kind: each for kind in kinds if (each := transports.by_name(kind)).in_place}
 
 
-def _without_nixl(settings: TrainerSettings) -> dict[TransportKind, str]:
-    if settings.sends_over is not SendsOver.NIXL or TransportKind.SENDS not in settings.preferences():
-        return {}
-    from weightbus.dataplane.transports.sends import nixl_group  # noqa: PLC0415  costs the import of torch.distributed
-
-    if nixl_group.is_installed():
-        return {}
-    reason = "sends_over = nixl needs NIXL on the trainer too: install weightbus[nixl]"
-    _log.warning("not_by_sends", reason=reason)
-    return {TransportKind.SENDS: reason}
+def _missing(settings: TrainerSettings, device: str) -> dict[TransportKind, str]:
+    """The transports that this trainer cannot send by whatever its memory is, with reasons, which are logged."""
+    context = _sender_context(settings, device, None)
+    found = {kind: reason for kind in settings.preferences() if (reason := transports.by_name(kind).missing(context))}
+    for kind, reason in found.items():
+        _log.warning("transport_missing", transport=kind.value, reason=reason)
+    return found
 
 
 def _hello_maker(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:
@@ -362,13 +361,11 @@ def _trainer_info(source: Source, kinds: tuple[TransportKind, ...]) -> TrainerIn
     return TrainerInfo(host=host_identity(), device=source.device.type, ranks=0, transports=kinds)
 
 
-def _sender_maker(
-    source: Source, settings: TrainerSettings, memory_export: MemoryExport | None
-) -> Callable[[TransportKind], Sender]:
-    context = SenderContext(
+def _sender_context(settings: TrainerSettings, device: str, memory_export: MemoryExport | None) -> SenderContext:
+    return SenderContext(
         channel=settings.channel,
         runtime_dir=settings.runtime_dir,
-        device=str(source.device),
+        device=device,
         host=settings.host,
         checkpoint_dir=settings.checkpoint_dir,
         hf_config_dir=settings.hf_config_dir,
@@ -377,4 +374,3 @@ def _sender_maker(
         nixl=settings.sends_over is SendsOver.NIXL,
         keep_groups_s=settings.keep_groups_s,
     )
-    return lambda kind: transports.by_name(kind).sender(context)

@@ -17,7 +17,7 @@ from ...errors import DataplaneError, TransferFailed
 from ...processes import Frames
 from ...reshard import LoadTrace, make_plan
 from .. import plan_exchange as wire
-from ..interface import Address, ExportedWeights, Peer, Slot, Tabled, TransferSession
+from ..interface import Address, ExportedWeights, Peer, StagingBuffer, Tabled, TransferSession
 from ..sessions import EngineConnection, SocketSender
 
 _REMEMBERED: Final = 4096
@@ -52,8 +52,8 @@ class DirectSender(SocketSender[_Reader]):
         """Export the memory, and listen for `peers` on a socket of this epoch."""
         self.close()
         exposed = self._expose()
-        if exposed.pieces.tensors != session.manifest.tensors:
-            raise TransferFailed("the exported pieces are of other tensors than the manifest: expose what is published")
+        if exposed.shards.tensors != session.manifest.tensors:
+            raise TransferFailed("the exported shards are of other tensors than the manifest: expose what is published")
         if exposed.layout != self._layout:
             self._agreed.clear()
         self._exposed, self._layout = exposed, exposed.layout
@@ -87,7 +87,7 @@ class DirectSender(SocketSender[_Reader]):
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         """Sends nothing; answers receivers that have spoken meanwhile."""
         del index, slot, deadline_s
         self._pump(0.0)
@@ -171,8 +171,8 @@ class DirectSender(SocketSender[_Reader]):
         if proposal.plan in self._agreed:
             return
         assert self._exposed is not None
-        recording = LoadTrace.decode(proposal.recording, self._exposed.pieces.tensors)
-        plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
+        recording = LoadTrace.decode(proposal.recording, self._exposed.shards.tensors)
+        plan = make_plan(self._exposed.shards, self._exposed.exports, recording, proposal.reader)
         if plan.digest() != proposal.plan:
             raise TransferFailed(
                 f"worker {proposal.reader.rank} planned {proposal.plan[:12]}, the trainer {plan.digest()[:12]} from "

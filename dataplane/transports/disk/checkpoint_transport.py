@@ -24,7 +24,7 @@ import msgspec
 
 from ...errors import PeerLost, StaleSession, TransferFailed, Unsupported
 from ...processes import Deadline
-from ..interface import JOIN_S, Address, EngineServer, Peer, Receipt, Slot, TransferSession
+from ..interface import JOIN_S, Address, EngineServer, Peer, Receipt, StagingBuffer, TransferSession
 from ..sessions import SenderState, check_bucket
 from .checkpoint_files import NOTES, CheckpointWriter, Notes, read_shard, shard_name
 
@@ -210,7 +210,7 @@ class DiskSender(SenderState):
         self._wait(min(deadline_s, join_s), lambda engine: self._reader(engine).state == "", "did not come")
         self._require_some(self._live)
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         """Write bucket `index` as a shard; returns when it is on the disk."""
         del deadline_s  # a write cannot be called off
         writer = self._written()

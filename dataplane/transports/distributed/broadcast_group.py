@@ -63,7 +63,7 @@ class BroadcastGroup:
         self.connections = connections or Connections()
         self._device = device
         self._backend: _Backend | None = backend
-        self._stand_in: SourceWatchdog | None = None
+        self._watchdog: SourceWatchdog | None = None
 
     @classmethod
     def form(  # noqa: PLR0917
@@ -104,14 +104,14 @@ class BroadcastGroup:
     @property
     def hung_up(self) -> bool:
         """Its connections were ended while this process stood still."""
-        return self._stand_in is not None and self._stand_in.hung_up
+        return self._watchdog is not None and self._watchdog.hung_up
 
     def use(self, used: bool) -> None:
         """Whether servers wait in it from now on: they are let go when this process stands still meanwhile (gloo)."""
-        if self._stand_in is None and used and self.connections.files:
-            self._stand_in = SourceWatchdog([self.connections])
-        if self._stand_in is not None:
-            self._stand_in.use(used)
+        if self._watchdog is None and used and self.connections.files:
+            self._watchdog = SourceWatchdog([self.connections])
+        if self._watchdog is not None:
+            self._watchdog.use(used)
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every rank, or receive it; returns when it may be written again, or read."""
@@ -177,8 +177,8 @@ class BroadcastGroup:
             return
         backends.break_gloo(backend, self.rank, self.world_size)
         self.connections.end()  # which another process has, too
-        if self._stand_in is not None:
-            self._stand_in.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
 
 
 STILL_S: Final = 10.0
@@ -265,7 +265,7 @@ class EngineGroups:
         """`name` is of all of them together."""
         self.name = name
         self._groups = tuple(groups)
-        self._stand_in: SourceWatchdog | None = None
+        self._watchdog: SourceWatchdog | None = None
         """One for all."""
 
     @classmethod
@@ -303,15 +303,15 @@ class EngineGroups:
     @property
     def hung_up(self) -> bool:
         """See `BroadcastGroup`."""
-        return self._stand_in is not None and self._stand_in.hung_up
+        return self._watchdog is not None and self._watchdog.hung_up
 
     def use(self, used: bool) -> None:
         """See `BroadcastGroup`."""
         connections = [group.connections for group in self._groups]
-        if self._stand_in is None and used and any(each.files for each in connections):
-            self._stand_in = SourceWatchdog(connections)
-        if self._stand_in is not None:
-            self._stand_in.use(used)
+        if self._watchdog is None and used and any(each.files for each in connections):
+            self._watchdog = SourceWatchdog(connections)
+        if self._watchdog is not None:
+            self._watchdog.use(used)
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every engine; returns when it may be written again."""
@@ -328,8 +328,8 @@ class EngineGroups:
     def abort(self) -> None:
         """Break all off, also while another thread is in `broadcast`."""
         ends = [group.abort for group in self._groups]
-        if self._stand_in is not None:
-            ends.append(self._stand_in.close)
+        if self._watchdog is not None:
+            ends.append(self._watchdog.close)
         break_off(ends)
 
 

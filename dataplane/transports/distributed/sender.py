@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, SerialCalls, bracket_ipv6, join_store, new_token, process_group_backend, serve_store
 from ..broadcast_order import GroupSettings, Sources
-from ..interface import JOIN_S, Address, Peer, Slot, TransferSession
+from ..interface import JOIN_S, Address, Peer, StagingBuffer, TransferSession
 from ..sessions import SenderState
 from .broadcast_group import STILL_FORMING_S, STILL_S, Behind, BroadcastGroup, EngineGroups, Stalled, Stragglers
 from .rendezvous_keys import BY_SIDECAR, POLL_S, Rendezvous, holding, settled, source_name
@@ -144,7 +144,7 @@ class DistributedSender(SenderState):
             self._fail_all(error)
             raise
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         """Start the broadcast of bucket `index` from `slot`. Another source sends its own by itself."""
         _, session = self._open()
         if self.failed or self._group is None:

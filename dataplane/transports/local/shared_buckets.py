@@ -34,7 +34,7 @@ from ...processes import (
     open_runtime_dir,
     why_not_private,
 )
-from ..interface import Address, EngineServer, Peer, Receipt, Slot, TransferSession
+from ..interface import Address, EngineServer, Peer, Receipt, StagingBuffer, TransferSession
 from ..sessions import BucketLoads, EngineConnection, SocketSender, check_bucket, reason_of, shake_hands
 
 _TELL_S: Final = 1.0
@@ -118,7 +118,7 @@ class LocalSender(SocketSender[_Engine]):
         self.close()
         return self._listen(session, peers, "", PacketFrames)
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         """Announce bucket `index`; does not wait for receivers to take it."""
         del deadline_s  # announcing never blocks
         self._pump(0.0)

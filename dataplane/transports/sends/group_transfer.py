@@ -23,7 +23,7 @@ from ..interface import Group
 from .message_queues import QueuePair
 from .messages import BEAT_S
 from .nixl_group import NixlGroup
-from .p2p_group import NOBODY, P2PGroup
+from .p2p_group import NO_RANKS, P2PGroup
 
 SLACK_S: Final = 60.0
 """A group is kept so much longer than it is named: a member that has said that it has one can still use it."""
@@ -122,8 +122,8 @@ def join(
     where: Group,
     device: torch.device,
     *,
-    to: frozenset[int] = NOBODY,
-    from_: frozenset[int] = NOBODY,
+    to: frozenset[int] = NO_RANKS,
+    from_: frozenset[int] = NO_RANKS,
     memory: Sequence[torch.Tensor] = (),
 ) -> P2PGroup | NixlGroup:
     """The group, formed under its own deadline. Raises `TransferFailed`."""
@@ -152,8 +152,8 @@ class GroupForming:
         ranks, workers = frozenset(range(where.ranks)), frozenset(range(where.ranks, where.size))
         sends = where.rank < where.ranks
         pairs = len(ranks) * len(workers) <= _MOST_PAIRS
-        to, from_ = (workers, NOBODY) if sends else (NOBODY, ranks)
-        self._arguments = where, device, to if pairs else NOBODY, from_ if pairs else NOBODY
+        to, from_ = (workers, NO_RANKS) if sends else (NO_RANKS, ranks)
+        self._arguments = where, device, to if pairs else NO_RANKS, from_ if pairs else NO_RANKS
         start_thread(self._form, "weightbus-forming")
 
     def result(self) -> P2PGroup:
@@ -223,8 +223,8 @@ class GroupTransfer:
         rank: int,
         device: torch.device,
         *,
-        to: frozenset[int] = NOBODY,
-        from_: frozenset[int] = NOBODY,
+        to: frozenset[int] = NO_RANKS,
+        from_: frozenset[int] = NO_RANKS,
         memory: Sequence[torch.Tensor] = (),
         standing: GroupCache | None = None,
         others: Collection[str] = (),

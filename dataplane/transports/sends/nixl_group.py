@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import threading
 import time
@@ -25,13 +24,13 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import ChunkTimeout, DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, Unsupported
 from ...processes import Deadline
-from .p2p_group import MOVED, NOBODY, OwnStream, P2PChunk
+from .p2p_group import MOVED, NO_RANKS, OwnStream, P2PChunk
+from .transport import NIXL_MODULES
 
 _LOG: Final = logging.getLogger(__name__)
 _OURS: Final = (TypeError, AttributeError, LookupError, AssertionError)
 """What no peer causes: told with its traceback, and not as the loss of one."""
 _POLL_S: Final = 0.0001
-_MODULES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 _BACKEND: Final = "UCX"
 _PACK: Final = msgspec.msgpack.Encoder().encode
 
@@ -111,8 +110,8 @@ class NixlGroup(OwnStream):
         size: int,
         deadline: Deadline,
         *,
-        to: frozenset[int] = NOBODY,
-        from_: frozenset[int] = NOBODY,
+        to: frozenset[int] = NO_RANKS,
+        from_: frozenset[int] = NO_RANKS,
         memory: Sequence[torch.Tensor] = (),
     ) -> NixlGroup:
         """Join as `rank`; returns when all have. Messages lie in `memory`. Raises `Unsupported` without NIXL.
@@ -313,14 +312,9 @@ def _require_unread(memory: Sequence[torch.Tensor]) -> None:
             )
 
 
-def is_installed() -> bool:
-    """Whether NIXL is there to be imported."""
-    return any(importlib.util.find_spec(module) for module in _MODULES)
-
-
 def _agent(name: str) -> Any:
     tried: deque[str] = deque()
-    for module in _MODULES:
+    for module in NIXL_MODULES:
         try:
             api = importlib.import_module(f"{module}._api")
         except ImportError as error:

@@ -57,7 +57,7 @@ MOVED: Final = (
 """What is waited for in a turn."""
 
 
-NOBODY: Final[frozenset[int]] = frozenset()
+NO_RANKS: Final[frozenset[int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +118,8 @@ class P2PGroup(OwnStream):
         size: int,
         deadline: Deadline,
         *,
-        to: frozenset[int] = NOBODY,
-        from_: frozenset[int] = NOBODY,
+        to: frozenset[int] = NO_RANKS,
+        from_: frozenset[int] = NO_RANKS,
     ) -> P2PGroup:
         """Join as `rank`; returns when all have. `host` is the address at which the others reach this process.
 

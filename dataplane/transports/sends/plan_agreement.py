@@ -159,8 +159,8 @@ class PlanAgreement:
 
     def _make(self, proposal: Proposal) -> tuple[ReshardPlan, int]:
         assert self._exposed is not None
-        recording = LoadTrace.decode(proposal.recording, self._exposed.pieces.tensors)
-        plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
+        recording = LoadTrace.decode(proposal.recording, self._exposed.shards.tensors)
+        plan = make_plan(self._exposed.shards, self._exposed.exports, recording, proposal.reader)
         return plan, len(recording.targets)
 
     def _alike(self, plan: ReshardPlan) -> SendSchedule | None:

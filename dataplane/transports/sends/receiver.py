@@ -319,7 +319,7 @@ class SendsReceiver:
             return "it is not to be taken beside the weights that are served"
         if known is None or len(self._threads) != len(known.plans):
             return "the workers know no plan yet"
-        if known.layout and layout is not None and layout.pieces.tensors != manifest.tensors:
+        if known.layout and layout is not None and layout.shards.tensors != manifest.tensors:
             return "the manifest is new"
         return self._threads.room()
 

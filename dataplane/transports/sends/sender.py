@@ -37,7 +37,7 @@ from ...processes import (
     serve_store,
 )
 from ...reshard import MIN_PAIR_BYTES, alone_bytes_for, pair_bytes_for
-from ..interface import JOIN_S, Address, ExportedWeights, Group, Peer, Slot, TransferSession
+from ..interface import JOIN_S, Address, ExportedWeights, Group, Peer, StagingBuffer, TransferSession
 from ..sessions import SenderState
 from . import messages as wire
 from .plan_agreement import PlanAgreement
@@ -52,12 +52,12 @@ class Formed(NamedTuple):
     engines: frozenset[str] = frozenset()
 
 
-NOBODY: Final = Formed()
-MOST_STOOD: Final = 4
+NO_GROUP: Final = Formed()
+MOST_KEPT: Final = 4
 """Groups that a rank of the trainer keeps: each holds memory of its GPU. Further turns form theirs anew."""
 
 
-class StalledPeers:
+class KeptGroups:
     """The groups in which everything has moved: several where engines take turns, each of other engines."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class StalledPeers:
     @property
     def room(self) -> bool:
         """One more can be kept."""
-        return len(self._groups) < MOST_STOOD
+        return len(self._groups) < MOST_KEPT
 
     def keep(self, formed: Formed) -> None:
         """Everything has moved in it."""
@@ -153,8 +153,8 @@ class SendsSender(SenderState):
         super().__init__()
         self._host, self._channel, self._device, self._describe, self._nixl = host, channel, device, describe, nixl
         self._chunk_s, self._form_s, self._keep_s = turn_s, form_s, 0.0 if nixl else keep_s
-        self._stood = StalledPeers()
-        self._formed = NOBODY
+        self._stood = KeptGroups()
+        self._formed = NO_GROUP
         """The group of this epoch."""
         self._early: tuple[Group, TCPStore] | None = None
         """One that may begin to form before it is known whether it will be used, and its store."""
@@ -191,8 +191,8 @@ class SendsSender(SenderState):
         self.close()
         backend = "nixl" if self._nixl else process_group_backend(self._device)
         exposed = self._describe()
-        if exposed.pieces.tensors != session.manifest.tensors:
-            raise TransferFailed("the pieces are of other tensors than the manifest: describe what is published")
+        if exposed.shards.tensors != session.manifest.tensors:
+            raise TransferFailed("the shards are of other tensors than the manifest: describe what is published")
         ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
         self._plans.turn_to(exposed, session.version)
         self._exposed, self._layout = exposed, exposed.layout
@@ -224,7 +224,7 @@ class SendsSender(SenderState):
         self._begin()
         self._wait(deadline, lambda end: bool(end.unsent), "had not read how to begin")
 
-    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+    def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         """Nothing is sent from buckets."""
         del index, slot, deadline_s
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Final
 
 from ...errors import Unsupported
@@ -10,6 +11,9 @@ from ..interface import LoadedBy, ReceiverContext, SenderContext, Transport
 
 if TYPE_CHECKING:
     from ..interface import Receiver, Sender
+
+
+NIXL_MODULES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 
 
 def _sender(context: SenderContext) -> Sender:
@@ -29,4 +33,17 @@ def _receiver(context: ReceiverContext) -> Receiver:
     return SendsReceiver(context.runtime_dir or default_runtime_dir(), context.ahead, beside=context.beside)
 
 
-TRANSPORT: Final[Transport] = Transport(name="sends", sender=_sender, receiver=_receiver, loaded_by=LoadedBy.LOADER)
+def _missing(context: SenderContext) -> str:
+    if not context.nixl or nixl_is_installed():
+        return ""
+    return "sends_over = nixl needs NIXL on the trainer too: install weightbus[nixl]"
+
+
+def nixl_is_installed() -> bool:
+    """Whether NIXL is there to be imported."""
+    return any(importlib.util.find_spec(module) for module in NIXL_MODULES)
+
+
+TRANSPORT: Final[Transport] = Transport(
+    name="sends", sender=_sender, receiver=_receiver, missing=_missing, loaded_by=LoadedBy.LOADER
+)

@@ -362,7 +362,7 @@ def test_an_exporter_that_is_gone_fails_the_round_before_a_byte_moves(world: Wor
         Exporting(holder=each.holder, address=each.address + "-gone", generation=each.generation)
         for each in exposed.exporters
     )
-    world.trainer.sender._expose = lambda: ExportedWeights(exposed.pieces, exposed.exports, broken)
+    world.trainer.sender._expose = lambda: ExportedWeights(exposed.shards, exposed.exports, broken)
 
     with pytest.raises(TransferFailed, match="does not answer"):
         world.round()

@@ -230,7 +230,7 @@ class Crowd:
         pieces = Shards.of(manifest.tensors, [], 0)
         self.tabled = Tabled(DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * self.TENSORS)), b"signed")
         exposed = ExportedWeights(pieces, (), ())
-        vars(exposed).update(given=Layout(pieces=bytes(1 << 20), exports=()))
+        vars(exposed).update(given=Layout(shards=bytes(1 << 20), exports=()))
         self.sender = DirectSender(folder / "r", "c", lambda: exposed)
         peers = [Peer(engine, 1) for engine in engines]
         session = TransferSession("c", 1, 1, manifest, self.tabled.table if whole else None)

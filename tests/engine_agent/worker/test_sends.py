@@ -30,9 +30,9 @@ from weightbus.dataplane.transports.sends import (
     sender as sends,
 )
 from weightbus.dataplane.transports.sends.message_queues import ReceiveQueue, SendQueue
-from weightbus.dataplane.transports.sends.nixl_group import is_installed
 from weightbus.dataplane.transports.sends.receiver import LeadSession, NotReceived, SendsReceiver
 from weightbus.dataplane.transports.sends.sender import GREETING_S
+from weightbus.dataplane.transports.sends.transport import nixl_is_installed
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker, worker_state
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
@@ -97,7 +97,7 @@ def test_hosts_may_speak_ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     world.close()
 
 
-@pytest.mark.skipif(not is_installed(), reason="nixl is not installed: weightbus[nixl]")
+@pytest.mark.skipif(not nixl_is_installed(), reason="nixl is not installed: weightbus[nixl]")
 def test_over_nixl_as_over_gloo(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place and beside, in several turns, the workers read what they store out of the ranks' memory."""
     monkeypatch.setenv("UCX_TLS", "tcp")

@@ -52,7 +52,7 @@ def test_the_live_parameters_are_what_is_read(source: HFModuleSource, memory_exp
     memory_export.export()
     exported = memory_export.current
     importer = RegionImporter()
-    piece = next(p for p in map(exported.pieces.at, range(len(exported.pieces))) if p.tensor == "first")
+    piece = next(p for p in map(exported.shards.at, range(len(exported.shards))) if p.tensor == "first")
     place = exported.exports[0].places[piece.view.storage]
     (exporter,) = exported.exporters
 
@@ -61,7 +61,7 @@ def test_the_live_parameters_are_what_is_read(source: HFModuleSource, memory_exp
     seen = torch.as_strided(memory, (4, 3), piece.view.strides, piece.view.offset)
     source.memory()[0].data[0, 0] = 99.0
 
-    check_exact_cover(exported.pieces)
+    check_exact_cover(exported.shards)
     assert seen[0, 0] == 99.0
     assert torch.equal(seen[1:], torch.arange(12.0).view(3, 4).t()[1:])
     memory_export.export()
@@ -177,7 +177,7 @@ def test_what_is_served_with_something_added_is_exposed_so(group: Group) -> None
     tensors = read(group.memory_exports[0].current, group.manifest)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert found == [digest(expected["norm"]) + digest(expected["up"]), b""]
-    assert not group.memory_exports[0].current.pieces.shift.any()
+    assert not group.memory_exports[0].current.shards.shift.any()
 
 
 def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:

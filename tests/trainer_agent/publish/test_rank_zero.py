@@ -8,10 +8,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control.protocol.messages import TransportKind
-from weightbus.dataplane.transports.sends import nixl_group
+from weightbus.dataplane.transports.sends import transport as sends
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.publish import rank_zero
-from weightbus.trainer_agent.publish.rank_zero import RankZero, _without_nixl
+from weightbus.trainer_agent.publish.rank_zero import RankZero, _missing
 from weightbus.trainer_agent.settings import SendsOver, TrainerSettings
 
 BY_NIXL = TrainerSettings(sends_over=SendsOver.NIXL, channel="policy", insecure_loopback=True)
@@ -19,28 +19,24 @@ BY_NIXL = TrainerSettings(sends_over=SendsOver.NIXL, channel="policy", insecure_
 
 def test_sends_over_nixl_are_not_offered_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines would be routed to them, and fail in every round."""
-    monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version",))
-    assert "install weightbus[nixl]" in _without_nixl(BY_NIXL)[TransportKind.SENDS]
-    assert not _without_nixl(TrainerSettings(channel="policy", insecure_loopback=True))
+    monkeypatch.setattr(sends, "NIXL_MODULES", ("nixl_of_no_version",))
+    assert "install weightbus[nixl]" in _missing(BY_NIXL, "cpu")[TransportKind.SENDS]
+    assert not _missing(TrainerSettings(channel="policy", insecure_loopback=True), "cpu")
     only_local = TrainerSettings(
         sends_over=SendsOver.NIXL, channel="policy", insecure_loopback=True, transport=(TransportKind.LOCAL,)
     )
-    assert not _without_nixl(only_local)
-    monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version", "msgspec"))
-    assert not _without_nixl(BY_NIXL)
+    assert not _missing(only_local, "cpu")
+    monkeypatch.setattr(sends, "NIXL_MODULES", ("nixl_of_no_version", "msgspec"))
+    assert not _missing(BY_NIXL, "cpu")
 
 
-def test_that_is_found_out_when_the_trainer_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its memory can be given in place."""
-    monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version",))
+def test_memory_that_no_engine_can_read_is_found_out_when_the_trainer_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is still sent."""
     monkeypatch.setattr(rank_zero, "CommandedRanks", Mock())
     memory_export = Mock(MemoryExport, unreadable="")
-    assert rank_zero._first_export(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS}
+    assert rank_zero._first_export(memory_export, Mock(), BY_NIXL)[1] == {}
     memory_export.unreadable = "a rank is on another host"
-    assert rank_zero._first_export(memory_export, Mock(), BY_NIXL)[1].keys() == {
-        TransportKind.SENDS,
-        TransportKind.DIRECT,
-    }
+    assert rank_zero._first_export(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.DIRECT}
 
 
 def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:

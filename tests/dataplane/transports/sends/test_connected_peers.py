@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends.sender import MOST_STOOD, Formed, StalledPeers, seen_by
+from weightbus.dataplane.transports.sends.sender import MOST_KEPT, Formed, KeptGroups, seen_by
 
 
-def have(*names: str) -> StalledPeers:
+def have(*names: str) -> KeptGroups:
     """Groups of one engine each, used for version 1."""
-    stood = StalledPeers()
+    stood = KeptGroups()
     stood.turn_to(1)
     for name in names:
         stood.keep(Formed(f"g-{name}", f"members of {name}", frozenset({name})))
@@ -62,7 +62,7 @@ def test_a_group_that_a_version_did_not_need_is_not_kept_for_long() -> None:
 
 def test_with_more_turns_than_can_be_kept_those_that_are_stay() -> None:
     """Taking one in for another that comes next would never find any."""
-    stood = have(*map(str, range(MOST_STOOD)))
+    stood = have(*map(str, range(MOST_KEPT)))
     assert not stood.room
     found = stood.take("members of 0", frozenset({"0"}), everybody)
     assert found is not None

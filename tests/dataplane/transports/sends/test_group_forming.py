@@ -15,7 +15,7 @@ from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import group_transfer as joining
 from weightbus.dataplane.transports.sends.group_transfer import GroupForming, join
 from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
-from weightbus.dataplane.transports.sends.p2p_group import NOBODY, P2PGroup
+from weightbus.dataplane.transports.sends.p2p_group import NO_RANKS, P2PGroup
 
 from ....kit.waiting import until
 
@@ -111,9 +111,11 @@ def test_a_large_group_connects_no_pairs_ahead(slow: Slow, rank: int, workers: i
     under_way = GroupForming(where, torch.device("cpu"))
     assert slow.begun.wait(60.0)
     others = (
-        {"to": frozenset(range(8, 16)), "from_": NOBODY} if rank < 8 else {"to": NOBODY, "from_": frozenset(range(8))}
+        {"to": frozenset(range(8, 16)), "from_": NO_RANKS}
+        if rank < 8
+        else {"to": NO_RANKS, "from_": frozenset(range(8))}
     )
-    assert slow.ends == (others if workers == 8 else {"to": NOBODY, "from_": NOBODY})
+    assert slow.ends == (others if workers == 8 else {"to": NO_RANKS, "from_": NO_RANKS})
     under_way.discard()
 
 

@@ -27,7 +27,7 @@ class Fleet:
 
     def __init__(self, exposed: ExportedWeights, trace: LoadTrace, reader: PlanReader) -> None:
         self.exposed, self._recording, self._reader = exposed, trace, reader
-        self._plan = make_plan(exposed.pieces, exposed.exports, trace, reader)
+        self._plan = make_plan(exposed.shards, exposed.exports, trace, reader)
 
     def plan(self, device: str) -> ReshardPlan:
         return replace(self._plan, reader=msgspec.structs.replace(self._reader, device=device))

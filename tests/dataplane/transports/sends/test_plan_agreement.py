@@ -48,7 +48,7 @@ def _recording(*, swapped: bool = False) -> LoadTrace:
 def _agreed(plans: PlanAgreement, reader: PlanReader = ALONE, *, swapped: bool = False) -> str:
     """The digest of a plan that was proposed and agreed to."""
     exposed, recording = _exposed(), _recording(swapped=swapped)
-    plan = make_plan(exposed.pieces, exposed.exports, recording, reader)
+    plan = make_plan(exposed.shards, exposed.exports, recording, reader)
     plans.turn_to(exposed, 1)
     return plans.agree(Proposal(reader=reader, recording=recording.encode(), plan=plan.digest()))
 
@@ -65,7 +65,7 @@ def test_a_rank_is_told_its_own_part_in_full_once() -> None:
     for holder in (0, 1):
         both = plans.letters(holder, (), [(2, one), (3, other)], *CUT)
         exposed, made = _exposed(), plans.schedule(one, *CUT)
-        plan = make_plan(exposed.pieces, exposed.exports, _recording(), ALONE)
+        plan = make_plan(exposed.shards, exposed.exports, _recording(), ALONE)
         messages, pack = made.of_rank(holder, plan)
         assert (both[0].messages, both[0].pack) == (messages.encode(), pack.encode())
         assert len(SendMessages.decode(both[0].messages)) == 1
@@ -133,7 +133,7 @@ def test_of_what_lies_otherwise_now_nothing_is_left() -> None:
     plans.schedule(_agreed(plans), *CUT)
     exports = tuple([msgspec.structs.replace(each, host="elsewhere") for each in exposed.exports])
     plans.turn_to(replace(exposed, exports=exports), 2)
-    plan = make_plan(exposed.pieces, exports, _recording(), OTHER)
+    plan = make_plan(exposed.shards, exports, _recording(), OTHER)
     agreed = plans.agree(Proposal(reader=OTHER, recording=_recording().encode(), plan=plan.digest()))
     assert plans.schedule(agreed, *CUT).digest() == make_send_schedule(plan, 1, *CUT).digest()
 
@@ -154,7 +154,7 @@ def test_only_workers_that_are_alike_share_what_was_worked_out() -> None:
     readers += [msgspec.structs.replace(ALONE, host=f"host {rank}", device="cpu") for rank in range(2)]
     taken: list[list[int]] = []
     for reader in readers:
-        plan = make_plan(exposed.pieces, exports, _recording(), reader)
+        plan = make_plan(exposed.shards, exports, _recording(), reader)
         proposal = Proposal(reader=reader, recording=_recording().encode(), plan=plan.digest())
         assert plans.agree(proposal) == plan.digest()
         rows = plan.copies.target_at.argsort()
@@ -170,7 +170,7 @@ def test_other_plans_and_schedules_than_its_own_are_refused() -> None:
     with pytest.raises(TransferFailed, match="planned another"):
         plans.agree(proposal)
     one = _agreed(plans)
-    plan = make_plan(exposed.pieces, exposed.exports, _recording(), ALONE)
+    plan = make_plan(exposed.shards, exposed.exports, _recording(), ALONE)
     right = make_send_schedule(plan, 1, *CUT).digest()
     plans.check(wire.Prepared(plans=(one,), schedules=(right,)), 1, *CUT)
     with pytest.raises(ManifestError, match="scheduled another"):

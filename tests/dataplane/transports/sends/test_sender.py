@@ -41,11 +41,11 @@ class Crowd:
 
     def __init__(self, *engines: str, ranks: int = 0, exposed: ExportedWeights | None = None) -> None:
         """With `exposed` it is of that."""
-        tensors = exposed.pieces.tensors if exposed else [TensorSpec("t", "bfloat16", (1,))]
+        tensors = exposed.shards.tensors if exposed else [TensorSpec("t", "bfloat16", (1,))]
         manifest = Manifest.of("toy", tensors)
         exports = tuple([ExportMap(rank, "h", (), ()) for rank in range(ranks)])
         exposed = exposed or ExportedWeights(Shards.of(manifest.tensors, [], 0), exports, ())
-        vars(exposed).update(given=Layout(pieces=bytes(LARGE), exports=()))
+        vars(exposed).update(given=Layout(shards=bytes(LARGE), exports=()))
         self.sender = SendsSender("127.0.0.1", "c", torch.device("cpu"), lambda: exposed)
         session = TransferSession(
             "c", 1, 1, manifest, DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * len(tensors)))
@@ -514,7 +514,7 @@ def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
     }
     proposals, plans = list[direct_wire.Proposal](), list[ReshardPlan]()
     for recording, who in ((one, reader), others[differ]):
-        plan = make_plan(exposed.pieces, exposed.exports, recording, who)
+        plan = make_plan(exposed.shards, exposed.exports, recording, who)
         plans.append(replace(plan, reader=reader))
         proposals.append(direct_wire.Proposal(reader=who, recording=recording.encode(), plan=plan.digest()))
     world.close()

@@ -63,7 +63,7 @@ def test_turns_follow_the_size_of_the_fleet() -> None:
     """
     exposed = ExportedWeights(Shards.of([TensorSpec("t", "bfloat16", (1,))], [], 0), (ExportMap(0, "h", (), ()),), ())
     sender = SendsSender("127.0.0.1", "c", torch.device("cpu"), lambda: exposed)
-    manifest = Manifest.of("toy", exposed.pieces.tensors)
+    manifest = Manifest.of("toy", exposed.shards.tensors)
     found: list[int] = []
     for epoch, workers in enumerate((4, 256, 128, 4), 1):
         table = DigestTable(manifest.digest(), epoch, "mix64x2", bytes(16))
