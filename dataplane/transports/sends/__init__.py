@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import nixl_group as nixl_group
     from .group_transfer import GroupCache as GroupCache, GroupForming as GroupForming, GroupTransfer as GroupTransfer
     from .message_queues import QueuePair as QueuePair, ReceiveQueue as ReceiveQueue, beside_bytes as beside_bytes
     from .p2p_group import warm as warm
