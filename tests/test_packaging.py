@@ -51,29 +51,18 @@ def test_extras_are_covered_by_the_environment() -> None:
     assert wanted <= installed
 
 
-def test_every_command_of_the_entry_points_exists() -> None:
-    """`weightbus NAME` finds an object with help, configure and run for every name in pyproject.toml."""
-    script = (
-        "import importlib, sys\n"
-        "for target in sys.argv[1:]:\n"
-        "    module, _, name = target.partition(':')\n"
-        "    command = getattr(importlib.import_module(module), name)\n"
-        "    assert command.help and callable(command.configure) and callable(command.run), target\n"
-    )
-    targets = list(PROJECT["entry-points"]["weightbus.commands"].values())
-    result = subprocess.run(
-        [sys.executable, "-c", script, *targets], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
+def test_every_command_is_found_without_torch() -> None:
+    """`weightbus NAME` finds an object with help, configure and run for every name in pyproject.toml.
 
-
-def test_commands_are_found_without_torch() -> None:
-    """Listing or configuring commands costs no import of torch: the coordinator's machine has none."""
+    Listing or configuring commands costs no import of torch: the coordinator's machine has none.
+    """
     script = (
         "import argparse, importlib, sys\n"
         "for target in sys.argv[1:]:\n"
         "    module, _, name = target.partition(':')\n"
-        "    getattr(importlib.import_module(module), name).configure(argparse.ArgumentParser())\n"
+        "    command = getattr(importlib.import_module(module), name)\n"
+        "    assert command.help and callable(command.run), target\n"
+        "    command.configure(argparse.ArgumentParser())\n"
         "assert not {'torch', 'numpy'} & set(sys.modules), 'torch was imported'\n"
     )
     targets = list(PROJECT["entry-points"]["weightbus.commands"].values())

@@ -398,15 +398,9 @@ class TransportContract:
         """A trainer that stands still costs a receiver its deadline and no more."""
         engine = make_engine("e0")
         halves.start(
-            half="sender",
-            kind=self.kind,
-            root=str(places.root),
-            epoch=4,
-            version=41,
-            peers=[["e0", 1]],
-            at=1,
+            half="sender", kind=self.kind, root=str(places.root), epoch=4, version=41, peers=[["e0", 1]], at=1,
             how="stop",
-        )
+        )  # fmt: skip
         address = Address(**halves.answer())
         engine.start(make_session(4, 41, make_manifest(BUCKETS)), address, 1, deadline_s=2.0)
         assert isinstance(engine.join(), TransferFailed)

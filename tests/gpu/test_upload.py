@@ -6,8 +6,10 @@ import torch
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler
+from weightbus.trainer_agent.assembly.assembler import Assembler
 from weightbus.trainer_agent.assembly.gather_plan import plan
+
+from ..kit.exporting import tensors_in
 
 pytestmark = pytest.mark.gpu
 
@@ -57,9 +59,8 @@ def test_the_root_uploads_what_it_holds(bucket_bytes: int, *, pin: bool) -> None
         for index, bucket in enumerate(manifest.buckets):
             out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8, device=device)
             assembler.run(index, out, device)
-            for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-                found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape).cpu()
-                assert torch.equal(found, (full[spec.name] + turn).to(torch.bfloat16)), spec.name
+            for name, found in tensors_in(manifest, index, out).items():
+                assert torch.equal(found.cpu(), (full[name] + turn).to(torch.bfloat16)), name
         for storage in storages:
             storage.add_(1)
 
@@ -79,9 +80,8 @@ def test_parameters_that_move_between_versions_are_read_where_they_are(buckets_o
         for index, bucket in enumerate(manifest.buckets):
             out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8, device=device)
             assembler.run(index, out, device)
-            for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-                found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape).cpu()
-                assert torch.equal(found, full[spec.name].to(torch.bfloat16)), f"{spec.name} {turn}"
+            for name, found in tensors_in(manifest, index, out).items():
+                assert torch.equal(found.cpu(), full[name].to(torch.bfloat16)), f"{name} {turn}"
 
 
 @pytest.mark.parametrize("pin", [True, False])

@@ -1,4 +1,4 @@
-"""All tensors of a source, through its buckets."""
+"""All tensors of a source, through its buckets, and what differs between two of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.source import Source
 
 
+def tensors_in(manifest: Manifest, index: int, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, as views of its memory."""
+    places = zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False)
+    return {spec.name: out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape) for spec, at in places}
+
+
 def export(source: Source, bucket_bytes: int) -> dict[str, torch.Tensor]:
     """Every served tensor on the root, nothing elsewhere. Collective."""
     manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
@@ -16,10 +22,8 @@ def export(source: Source, bucket_bytes: int) -> dict[str, torch.Tensor]:
     for index, bucket in enumerate(manifest.buckets):
         out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8) if source.root else None
         source.assemble(manifest, index, out)
-        if out is None:
-            continue
-        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-            tensors[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+        if out is not None:
+            tensors |= tensors_in(manifest, index, out)
     return tensors
 
 

@@ -22,13 +22,12 @@ mcore_on_cpu.prepare()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from exporting import export  # noqa: E402
 from exposing import wrongly_exposed  # noqa: E402
 from family_models import build, load, logits, start  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_families import TOKENS, Case, parse  # noqa: E402
 
-from weightbus.dataplane.tensors.manifest import Manifest  # noqa: E402
-from weightbus.trainer_agent.assembly.assembler import DTYPES  # noqa: E402
 from weightbus.trainer_agent.source import Source  # noqa: E402
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource  # noqa: E402
@@ -38,20 +37,10 @@ BITS = "bits,"
 
 def compare(source: Source, expected: dict[str, torch.Tensor], bucket_bytes: int) -> list[str]:
     """Assemble every bucket; on the root, what is missing, unknown or other than expected."""
-    manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
-    odd: list[str] = []
-    for index, bucket in enumerate(manifest.buckets):
-        out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8) if source.root else None
-        source.assemble(manifest, index, out)
-        if out is None:
-            continue
-        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-            found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
-            if spec.name not in expected:
-                odd.append(f"unknown {spec.name}")
-            elif not torch.equal(found, expected[spec.name]):
-                odd.append(f"other {spec.name}")
-    served = {spec.name for spec in manifest.tensors}
+    found = export(source, bucket_bytes)
+    served = {spec.name for spec in source.tensors()}
+    odd = [f"unknown {name}" for name in found.keys() - expected.keys()]
+    odd += [f"other {name}" for name, tensor in found.items() if not torch.equal(tensor, expected.get(name, tensor))]
     return odd + [f"missing {name}" for name in expected if name not in served]
 
 

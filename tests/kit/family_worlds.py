@@ -28,6 +28,7 @@ import quantizing  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend "fake"
+from exporting import tensors_in  # noqa: E402
 from family_models import build, load, start  # noqa: E402
 from quantized_world import Post  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -36,7 +37,7 @@ from tiny_families import Case, parse  # noqa: E402
 from weightbus.dataplane.tensors.manifest import Manifest  # noqa: E402
 from weightbus.dataplane.tensors.shards import Shards  # noqa: E402
 from weightbus.dataplane.transports.broadcast_order import cut  # noqa: E402
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler  # noqa: E402
+from weightbus.trainer_agent.assembly.assembler import Assembler  # noqa: E402
 from weightbus.trainer_agent.assembly.gather_plan import plan  # noqa: E402
 from weightbus.trainer_agent.quantized.quantized_source import quantized  # noqa: E402
 from weightbus.trainer_agent.sources.collective_source import (  # noqa: E402
@@ -118,10 +119,9 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
         out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8)
         for rank in sorted(range(world), key=lambda rank: rank == roots[index]):
             assemblers[rank].run(index, out if rank == roots[index] else None, torch.device("cpu"))
-        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-            found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
-            if spec.name not in expected or not torch.equal(found, expected[spec.name]):
-                odd.append(spec.name)
+        for name, found in tensors_in(manifest, index, out).items():
+            if name not in expected or not torch.equal(found, expected[name]):
+                odd.append(name)
     odd += [name for name in expected if name not in {spec.name for spec in manifest.tensors}]
     odd += quantized_otherwise(ranks, pieces, expected, chance)
     return {

@@ -275,6 +275,16 @@ class World:
         self.trainer.close()
 
 
+def state(server: Server) -> list[torch.Tensor]:
+    """A copy of everything that the workers hold."""
+    return [tensor.clone() for model in server.models for tensor in ModelTensors(model).tensors]
+
+
+def unchanged(server: Server, before: list[torch.Tensor]) -> bool:
+    """Whether the workers hold what `state` found."""
+    return all(torch.equal(a, b) for a, b in zip(state(server), before, strict=True))
+
+
 def holds(server: Server, values: Mapping[str, torch.Tensor]) -> bool:
     """Every model of every worker holds what its own loader makes of `values`."""
     for model in (*server.models, *(draft for drafts in server.draft_models for draft in drafts)):

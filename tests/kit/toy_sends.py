@@ -114,13 +114,14 @@ class SendsWorld:
 
 
 def formed_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that gets the name of every group that forms from now on, once for each member that joins it."""
+    """The names of groups that form from now on, once for each member that has joined one."""
     names: list[str] = []
     form = P2PGroup.form.__func__  # type: ignore[attr-defined]
 
     def counted(kind: Any, store: Any, name: str, *arguments: Any, **more: Any) -> Any:
+        found = form(kind, store, name, *arguments, **more)
         names.append(name)
-        return form(kind, store, name, *arguments, **more)
+        return found
 
     monkeypatch.setattr(P2PGroup, "form", classmethod(counted))
     return names

@@ -206,24 +206,16 @@ def test_second_publish_under_one_lease_is_refused() -> None:
     assert codes(world, "trainer") == [RefusalCode.NOT_ALLOWED, RefusalCode.NOT_ALLOWED]
 
 
-def test_sent_before_offered_is_refused() -> None:
-    """The trainer cannot be done before it began."""
+@pytest.mark.parametrize("prepared", [True, False])
+def test_sent_before_offered_is_refused(prepared: bool) -> None:
+    """The trainer cannot be done before it began; while engines still prepare it was not asked for anything."""
     world = World()
-    world.engine("e0")
+    engine = world.engine("e0")
     trainer = world.trainer()
-    trainer.stop_before = Offered
-    trainer.acquire(1)
-    world.settle()
-    trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=world.machine.channels[CHANNEL].epoch))
-    world.settle()
-    assert codes(world, "trainer") == [RefusalCode.NOT_ALLOWED]
-
-
-def test_sent_while_engines_still_prepare_is_refused() -> None:
-    """It would be forgotten: nothing was asked for yet."""
-    world = World()
-    world.engine("e0").ignore(Prepare)
-    trainer = world.trainer()
+    if prepared:
+        trainer.stop_before = Offered
+    else:
+        engine.ignore(Prepare)
     trainer.acquire(1)
     world.settle()
     trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=world.machine.channels[CHANNEL].epoch))

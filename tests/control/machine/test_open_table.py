@@ -219,20 +219,6 @@ def test_the_table_of_a_round_is_the_one_that_was_said_first() -> None:
     assert [record.table for record in commits(world)] == [table]
 
 
-def test_an_open_table_needs_somebody_to_give_it_to() -> None:
-    """A channel without engines commits at once, and for that the table has to be there."""
-    world = World()
-    trainer = world.trainer()
-    trainer.open_table = True
-    trainer.acquire(1)
-    while not trainer.got(Refused):
-        world.step()
-    assert trainer.got(Refused)[0].code is RefusalCode.NOT_ALLOWED  # type: ignore[attr-defined]
-    trainer.open_table = False
-    world.settle()
-    assert [record.table for record in commits(world)] == [digest(table_of(1))]
-
-
 def test_the_table_is_kept_while_it_is_needed() -> None:
     """From the report on its blob is pinned, as that of a table which came first."""
     world, _, _, trainer = fleet()
@@ -353,10 +339,12 @@ def test_an_older_engine_that_comes_after_the_lease_is_left_out_at_once() -> Non
     assert older.held.version == 2
 
 
-def test_an_open_table_needs_somebody_who_knows_how_to_wait_for_it() -> None:
-    """Refused at once, and published again with its table; as in a channel without engines."""
+@pytest.mark.parametrize("engines", [0, 1])
+def test_deferred_digests_need_an_engine_that_supports_them(engines: int) -> None:
+    """Refused at once, and published again with the table; a channel without engines commits at once, and needs it."""
     world = World()
-    engine, trainer = world.engine("e0"), world.trainer(supports_deferred_digests=True)
+    fleet = [world.engine(f"e{number}") for number in range(engines)]
+    trainer = world.trainer(supports_deferred_digests=True)
     trainer.open_table = True
     trainer.acquire(1)
     while not trainer.got(Refused):
@@ -365,7 +353,8 @@ def test_an_open_table_needs_somebody_who_knows_how_to_wait_for_it() -> None:
     trainer.open_table = False
     world.settle()
     assert world.now == 0.0
-    assert engine.label == 1
+    assert [record.table for record in commits(world)] == [digest(table_of(1))]
+    assert [engine.label for engine in fleet] == [1] * engines
 
 
 def test_who_comes_back_says_again_what_it_knows() -> None:

@@ -6,13 +6,27 @@ import pytest
 
 from weightbus.control.machine.effects import ConnectionLost
 from weightbus.control.machine.states import EnginePhase
-from weightbus.control.protocol.messages import Abort, Commit, EngineHealth, Message, Pause, Policy, Sent, Serving, Step
+from weightbus.control.protocol.messages import (
+    Abandon,
+    Abort,
+    Commit,
+    EngineHealth,
+    Message,
+    Pause,
+    Policy,
+    Sent,
+    Serving,
+    Step,
+)
 
 from ..world import CHANNEL, World
 
 
-def test_who_takes_no_part_in_a_round_is_not_ready_by_that() -> None:
-    """Its server answered the `Commit` of a restarted coordinator with a failure; then a round begins without it."""
+def test_an_engine_without_a_part_in_a_round_is_not_ready_by_that() -> None:
+    """Its server answered the `Commit` of a restarted coordinator with a failure; then a round begins without it.
+
+    After the round it is asked again.
+    """
     world = World()
     e0, e1 = world.engine("e0"), world.engine("e1", transports=("disk",), host="h1")
     trainer = world.trainer()
@@ -29,6 +43,12 @@ def test_who_takes_no_part_in_a_round_is_not_ready_by_that() -> None:
     assert round_
     assert round_.participants.by_name["e1"].phase is EnginePhase.LEFT
     assert "e1" not in world.ready
+
+    trainer.stop_before, trainer.deaf = None, False
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="enough"))
+    world.settle()
+    world.advance(5.0)
+    assert "e1" in world.ready
 
 
 @pytest.mark.parametrize("life", ["same", "new"])

@@ -1342,25 +1342,6 @@ TestAnyHistory.settings = settings(
 )
 
 
-def test_a_round_that_has_no_way_to_an_engine_does_not_make_it_ready() -> None:
-    """It failed to serve what is committed: that it takes no part in the next round proves nothing of it."""
-    world = World()
-    here = world.engine("e0")
-    world.publish(world.trainer(), 1)
-    there = world.engine("e1", transports=(TransportKind.DISK,))
-    there.held, there.label, there.weights, there.generating = here.held, 1, 1, False
-    there.script[Commit] = lambda message: there.failed(message, Step.RESUME, "the server does not answer")
-    world.restart()
-    assert world.ready == ("e0",)
-    trainer = world.agents["trainer"]
-    assert isinstance(trainer, Trainer)
-    trainer.stop_before = Sent
-    trainer.acquire(2)
-    world.settle()
-    assert world.machine.channels[CHANNEL].round, "it takes a while"
-    assert "e1" not in world.ready
-
-
 @pytest.mark.parametrize("life", ["same", "new"])
 def test_who_took_its_turn_and_comes_back_says_that_it_serves_before_it_is_ready(life: str) -> None:
     """Its part in the round is over, and its server may be another by now."""

@@ -98,28 +98,6 @@ def test_who_never_answered_its_pause_is_not_ready_when_the_round_is_over() -> N
     assert e0.generating
 
 
-def test_who_holds_what_is_committed_and_does_not_serve_it_is_asked_again_after_a_round() -> None:
-    """Its server answered the `Commit` of a restarted coordinator with a failure; nothing else would ask it again."""
-    world = World()
-    e0, e1 = world.engine("e0"), world.engine("e1", transports=("disk",), host="h1")
-    trainer = world.trainer()
-    world.publish(trainer, 1)
-    e1.held, e1.label, e1.weights, e1.generating = e0.held, 1, 1, False
-    e1.script[Commit] = lambda message: e1.failed(message, Step.RESUME, "the server does not answer")
-    world.restart()
-    assert world.ready == ("e0",)
-    trainer.stop_before = Sent
-    trainer.acquire(2)
-    world.settle()
-    trainer.stop_before, trainer.deaf = None, False
-    round_ = world.machine.channels[CHANNEL].round
-    assert round_
-    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="enough"))
-    world.settle()
-    world.advance(5.0)
-    assert "e1" in world.ready
-
-
 def test_memory_that_was_given_back_is_waited_for_until_the_next_version_only() -> None:
     """Though every heartbeat says again that it is given back."""
     _, engine = fleet_of_one()

@@ -26,10 +26,9 @@ from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.interface import Address, Peer
 from weightbus.engine_agent.worker import loader as worker_loader
-from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 from ...kit.ends import Ends
-from ...kit.toy_direct import WAIT_S, Server, Trainer, World, holds
+from ...kit.toy_direct import WAIT_S, Server, Trainer, World, holds, state, unchanged
 from ...kit.waiting import readable
 
 PROMPT_S = 60.0
@@ -42,15 +41,6 @@ def ends() -> Iterator[Ends]:
     made = Ends("direct_ends.py")
     yield made
     made.close()
-
-
-def state(server: Server) -> list[torch.Tensor]:
-    """Everything that the workers hold."""
-    return [tensor.clone() for model in server.models for tensor in ModelTensors(model).tensors]
-
-
-def unchanged(server: Server, before: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(state(server), before, strict=True))
 
 
 def at(point: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,30 +149,27 @@ def test_every_movement_is_copies(moved: Callable[[torch.Tensor, torch.Tensor], 
     assert int(recording.copies.boxes.sizes.sum()) + sum(each.box.size for each in recording.constants) == 48
 
 
-def test_casts_and_transposes_are_copies() -> None:
-    """A transposed float32 tensor is stored as bfloat16: the piece says so, and its strides do."""
+def cast_once(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    """A transposed float32 tensor is stored as bfloat16, and the other way round."""
+    model.fused.data[:6].copy_(weights["d"])
+    model.wide.data.copy_(weights["a"].to(torch.float32).t())
 
-    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
-        model.fused.data[:6].copy_(weights["d"])
-        model.wide.data.copy_(weights["a"].to(torch.float32).t())
 
+def cast_there_and_back(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    """bfloat16 loses nothing in float32."""
+    model.fused.data[:6].copy_(weights["a"].float())
+    model.derived.copy_(weights["b"].to(torch.float32).contiguous().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("load", "dtypes"), [(cast_once, {"bfloat16", "float32"}), (cast_there_and_back, {"bfloat16"})]
+)
+def test_casts_are_copies(load: Load, dtypes: set[str]) -> None:
+    """The piece says of which type its source is, and its strides say how that lies."""
     recording, _ = check(load)
 
     assert recording.loaded == ()
-    assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == {"bfloat16", "float32"}
-
-
-def test_a_cast_by_way_of_a_wider_type_is_a_copy() -> None:
-    """bfloat16 loses nothing in float32: what comes back is what went there."""
-
-    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
-        model.fused.data[:6].copy_(weights["a"].float())
-        model.derived.copy_(weights["b"].to(torch.float32).contiguous().to(torch.bfloat16))
-
-    recording, _ = check(load)
-
-    assert recording.loaded == ()
-    assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == {"bfloat16"}
+    assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == dtypes
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -245,17 +242,6 @@ def test_a_source_that_is_written_over_is_not_copied_there() -> None:
     assert recording.loaded == ()
     assert {recording.targets[each.target].name for each in recording.constants} == {"fused", "wide"}
     assert [SPECS[index].name for index in recording.dropped] == ["d"]
-
-
-def test_a_number_of_a_source_that_was_changed_is_a_read() -> None:
-    """The number is not the one that is served."""
-
-    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
-        if "c" in weights:
-            weights["c"].mul_(2)
-            model.scale.data.fill_(weights["c"].item())
-
-    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
 
 
 def test_what_is_filled_by_another_shape_is_a_constant() -> None:
@@ -356,43 +342,29 @@ def test_a_number_that_is_stored_as_it_is_is_a_copy() -> None:
     assert len(recording.copies) == 2
 
 
-def test_a_number_that_is_used_otherwise_is_a_read() -> None:
-    """The same number, doubled."""
-
-    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
-        if "c" in weights:
-            model.scale.data.fill_(weights["c"].item() * 2)
-
-    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
-
-
 @pytest.mark.parametrize(
-    "decide",
+    "put",
     [
-        lambda number: number if number < 1 else number / 2,
-        lambda number: max(number, 0.25),
-        lambda number: number or 1.0,
-        lambda number: number if round(number, 6) else 0.0,
-        lambda number: number if int(number) == 0 else 1.0,
-        lambda number: number if number == 1.0 else 0.0,
+        lambda scale, c: scale.fill_(c.mul_(2).item()),
+        lambda scale, c: scale.fill_(c.item() * 2),
+        lambda scale, c: scale.fill_(c.item() if c.item() < 1 else c.item() / 2),
+        lambda scale, c: scale.fill_(max(c.item(), 0.25)),
+        lambda scale, c: scale.fill_(c.item() or 1.0),
+        lambda scale, c: scale.fill_(c.item() if round(c.item(), 6) else 0.0),
+        lambda scale, c: scale.fill_(c.item() if int(c.item()) == 0 else 1.0),
+        lambda scale, c: scale.fill_(c.item() if c.item() == 1.0 else 0.0),
+        lambda scale, c: scale.copy_(torch.full((3,), c.item())),
+        lambda scale, c: scale.fill_(float(c)),
+        lambda scale, c: scale.fill_(bool(c)),
+        lambda scale, c: scale.fill_(int(c)),
     ],
 )
-def test_a_number_that_decides_is_a_read(decide: Callable[[float], float]) -> None:
-    """It is stored as it is in the end, this time: with other values it might be another one."""
+def test_a_number_that_is_not_stored_as_it_is_is_a_read(put: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    """Changed, compared, made a tensor or a number of Python's own: other values may give another one."""
 
     def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
         if "c" in weights:
-            model.scale.data.fill_(decide(weights["c"].item()))
-
-    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
-
-
-def test_a_number_that_becomes_a_tensor_is_a_read() -> None:
-    """What torch makes of it is followed no further."""
-
-    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
-        if "c" in weights:
-            model.scale.data.copy_(torch.full((3,), weights["c"].item()))
+            put(model.scale.data, weights["c"])
 
     assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
 
@@ -448,17 +420,6 @@ def test_what_every_layer_reads_is_found_in_a_few_runs(read: Callable[[torch.Ten
     assert {each.cause for each in recording.loaded} == {NotCopiedCause.READ}
     assert len(recording.copies) == 100
     assert runs[0] <= 16
-
-
-@pytest.mark.parametrize("number", [float, bool, int])
-def test_a_number_of_pythons_own_is_a_read(number: Callable[[torch.Tensor], float]) -> None:
-    """Nothing is known of it any more."""
-
-    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
-        if "c" in weights:
-            model.scale.data.fill_(number(weights["c"]))
-
-    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
 
 
 def test_a_number_that_the_model_keeps_is_not_kept_of_a_recording() -> None:
@@ -521,36 +482,29 @@ def test_what_is_written_last_counts() -> None:
     assert int(recording.copies.boxes.sizes.sum()) == 80
 
 
-def test_a_tensor_that_replaces_another_is_put_back() -> None:
-    """The model keeps its own tensors; the source of the new one goes through the loader."""
+def replace_the_attribute(model: Model, tensor: torch.Tensor) -> None:
+    model.derived = tensor.to(torch.bfloat16).clone()
+
+
+def replace_the_memory(model: Model, tensor: torch.Tensor) -> None:
+    model.scale.data = tensor[0, :3].clone()
+
+
+@pytest.mark.parametrize("rebind", [replace_the_attribute, replace_the_memory])
+def test_a_tensor_that_replaces_another_is_put_back(rebind: Callable[[Model, torch.Tensor], None]) -> None:
+    """The model keeps its tensors and memory, for which kernels were captured; the source goes through the loader."""
 
     def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
         both_halves(model, weights)
         if "d" in weights:
-            model.derived = weights["d"].to(torch.bfloat16).clone()
+            rebind(model, weights["d"])
 
     model = Model(load)
-    kept = model.derived
+    kept, place = model.derived, model.scale.data_ptr()
 
     recording = trace_load(model, model.load_weights, SPECS, rank=0)
 
     assert model.derived is kept
-    assert loaded(recording) == {"d": NotCopiedCause.REBOUND}
-
-
-def test_a_parameter_that_gets_other_memory_gets_its_own_back() -> None:
-    """What was recorded speaks of the memory that the parameter had, and kernels were captured with it."""
-
-    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
-        both_halves(model, weights)
-        if "d" in weights:
-            model.scale.data = weights["d"][0, :3].clone()
-
-    model = Model(load)
-    place = model.scale.data_ptr()
-
-    recording = trace_load(model, model.load_weights, SPECS, rank=0)
-
     assert model.scale.data_ptr() == place
     assert loaded(recording) == {"d": NotCopiedCause.REBOUND}
 

@@ -35,9 +35,8 @@ from weightbus.dataplane.transports.sends.sender import GREETING_S
 from weightbus.dataplane.transports.sends.transport import nixl_is_installed
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker, worker_state
-from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
-from ...kit.toy_direct import WAIT_S, holds
+from ...kit.toy_direct import WAIT_S, holds, state, unchanged
 from ...kit.toy_sends import SendingTrainer, SendsWorld
 from ...kit.waiting import has_ipv6, until
 
@@ -151,7 +150,7 @@ def test_a_transfer_that_breaks_off_says_whether_weights_are_whole(
 ) -> None:
     """In place they may be a mixture, and must not be served; what was taken beside them changes nothing."""
     world.round(stage=True)
-    before = [tensor.clone() for model in world.server.models for tensor in ModelTensors(model).tensors]
+    before = state(world.server)
 
     def broken(_outbox: SendQueue, group: Any, _turn_s: float) -> None:
         group.abort("enough")
@@ -162,9 +161,7 @@ def test_a_transfer_that_breaks_off_says_whether_weights_are_whole(
     with pytest.raises(TransferFailed):
         world.round(stage=beside)
     assert world.receiver.touched is not beside
-    if beside:
-        after = [tensor for model in world.server.models for tensor in ModelTensors(model).tensors]
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not beside or unchanged(world.server, before)
 
 
 @pytest.mark.parametrize("who", [rank_sends, taker], ids=["rank", "worker"])
@@ -313,8 +310,8 @@ def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: py
     before = {what: len(each) for what, each in made.items()}
     workers, ranks = world.server.tp, len(world.trainer.sending)
     assert before == {"plan": workers, "schedule": workers, "letters": workers * ranks, "outbox": ranks}
-    for state in worker_loader._states.values():
-        state._device_name = "another"
+    for each in worker_loader._states.values():
+        each._device_name = "another"
     world.receiver.shutdown()
     world.receiver = SendsReceiver(world.runtime)  # which knows nothing of what was agreed
     world.trainer.step(1)

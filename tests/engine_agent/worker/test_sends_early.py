@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,13 @@ import pytest
 from weightbus.dataplane.errors import DataplaneError, PeerLost, TransferFailed
 from weightbus.dataplane.transports import plan_exchange
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.sends import group_transfer as standing, sender as sends
+from weightbus.dataplane.transports.sends import group_transfer as standing
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker
 
 from ...kit.toy_direct import WAIT_S, Server, holds
-from ...kit.toy_sends import SendsWorld
+from ...kit.toy_sends import SendsWorld, formed_groups
 from ...kit.waiting import until
 
 MEMBERS = 4
@@ -36,16 +37,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorl
 @pytest.fixture
 def formed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of groups, once for each member that has joined one."""
-    names: list[str] = []
-    form = P2PGroup.form.__func__  # type: ignore[attr-defined]
-
-    def counted(kind: Any, store: Any, name: str, *arguments: Any, **more: Any) -> Any:
-        found = form(kind, store, name, *arguments, **more)
-        names.append(name)
-        return found
-
-    monkeypatch.setattr(P2PGroup, "form", classmethod(counted))
-    return names
+    return formed_groups(monkeypatch)
 
 
 def attempt(world: SendsWorld) -> Exception | None:
@@ -85,36 +77,11 @@ def test_it_forms_while_the_engine_plans(world: SendsWorld, formed: list[str], m
     assert formed[0].endswith("-early")
 
 
-@pytest.mark.parametrize("who", ["the sidecar", "the server"])
-def test_it_forms_early_for_an_engine_that_came_back(world: SendsWorld, formed: list[str], who: str) -> None:
-    """The trainer has the group of the last version still; the engine says that it has not."""
-    world.round()
-    if who == "the sidecar":
-        world.receiver.shutdown()
-        world.receiver = SendsReceiver(world.runtime)
-    else:
-        worker_loader.forget()
-    world.trainer.step(1)
-    world.round()
-    assert holds(world.server, world.trainer.values)
-    assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
-    assert formed[-1].endswith("-early")
-    world.round(stage=True)
-    assert len(formed) == 2 * MEMBERS
-
-
-def test_nothing_is_made_ready_for_a_group_that_stands(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store costs every round its time."""
-    world.round()
-    monkeypatch.setattr(sends, "serve_store", None)
-    world.round()
-    world.round(stage=True)
-
-
-def test_an_engine_that_cannot_prepare_leaves_nobody_in_it(
-    world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["its engine cannot prepare", "a worker cannot reach its sidecar"])
+def test_an_attempt_that_fails_leaves_nobody_in_it(
+    world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """What has formed is let go of, and the next attempt has a group of its own."""
+    """A communicator would stay in the server: what has formed is let go of, and the next attempt has its own group."""
     dropped: list[object] = []
     drop = P2PGroup.drop
     monkeypatch.setattr(P2PGroup, "drop", lambda group: (dropped.append(group), drop(group))[1])
@@ -122,10 +89,13 @@ def test_an_engine_that_cannot_prepare_leaves_nobody_in_it(
 
         def fail(*_: object) -> object:
             until(lambda: len(formed) >= MEMBERS, "the group to form", WAIT_S)
-            raise TransferFailed("no plan")
+            raise PeerLost(what)
 
-        patched.setattr(plan_exchange, "make_plan", fail)
-        assert "no plan" in str(attempt(world))
+        if what == "its engine cannot prepare":
+            patched.setattr(plan_exchange, "make_plan", fail)
+        else:
+            patched.setattr(taker, "Frames", SimpleNamespace(connect=fail))
+        assert what in str(attempt(world))
     for rank in world.trainer.sending:
         rank.stop()
     until(lambda: len(dropped) >= MEMBERS, "everybody to let go of it", WAIT_S)
@@ -192,30 +162,6 @@ def test_several_engines_wait_until_all_are_prepared(
     theirs.result(WAIT_S)
     assert len(set(formed)) == 1
     assert not formed[0].endswith("-early")
-
-
-def test_a_worker_that_cannot_reach_its_sidecar_keeps_no_group(
-    world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has formed by then is let go of at the end of the exchange: a communicator would stay in the server."""
-    dropped: list[object] = []
-    drop = P2PGroup.drop
-    monkeypatch.setattr(P2PGroup, "drop", lambda group: (dropped.append(group), drop(group))[1])
-    with monkeypatch.context() as patched:
-
-        class Unreachable:
-            @staticmethod
-            def connect(*_: object) -> object:
-                until(lambda: len(formed) >= MEMBERS, "the group to form", WAIT_S)
-                raise PeerLost("nobody listens")
-
-        patched.setattr(taker, "Frames", Unreachable)
-        assert "nobody listens" in str(attempt(world))
-    for rank in world.trainer.sending:
-        rank.stop()
-    until(lambda: len(dropped) >= MEMBERS, "everybody to let go of it", 10.0)
-    world.round()
-    assert holds(world.server, world.trainer.values)
 
 
 def test_a_rank_that_comes_late_finds_a_group_that_forms(world: SendsWorld, formed: list[str]) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDied
 from weightbus.dataplane.processes.connections import Deadline, MacFrames
@@ -31,11 +30,10 @@ from weightbus.dataplane.transports.sends import (
     sender as sends,
 )
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver, WorkerStalled
-from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 from ...kit.ends import Ends, was_struck
 from ...kit.sends_ends import OF_WORKERS, POINTS
-from ...kit.toy_direct import WAIT_S, Server, holds
+from ...kit.toy_direct import WAIT_S, holds, state, unchanged
 from ...kit.toy_sends import Remote, SendsWorld
 
 ALL = bool(os.environ.get("WEIGHTBUS_ALL_POINTS"))
@@ -66,15 +64,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorl
     made.trainer.sends._chunk_s = made.trainer.sends._form_s = STILL_S
     yield made
     made.close()
-
-
-def state(server: Server) -> list[torch.Tensor]:
-    """Everything that the workers hold."""
-    return [tensor.clone() for model in server.models for tensor in ModelTensors(model).tensors]
-
-
-def unchanged(server: Server, before: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(state(server), before, strict=True))
 
 
 def served(world: SendsWorld) -> None:

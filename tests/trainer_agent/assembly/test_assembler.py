@@ -16,6 +16,8 @@ from weightbus.trainer_agent.assembly.gather_plan import BucketPlan, plan
 from weightbus.trainer_agent.assembly.host_uploads import MemoryAccess, is_elsewhere
 from weightbus.trainer_agent.source import LayoutMismatch
 
+from ...kit.exporting import tensors_in
+
 CPU = torch.device("cpu")
 HERE = MemoryAccess()
 SHAPES: dict[str, tuple[int, ...]] = {"a": (12, 6), "b": (7,), "c": (4, 3, 2), "d": (6, 12), "e": (16, 3), "f": (1,)}
@@ -105,9 +107,8 @@ class World:
                 assemblers[rank].run(index, out if rank == root else None, CPU)
             assert not any(letters.values()), "somebody sent what nobody asked for"
             assert (out[bucket.nbytes :] == 0xA5).all()
-            for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-                found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
-                assert torch.equal(found, self.full[spec.name].to(DTYPES[spec.dtype])), spec.name
+            for name, found in tensors_in(manifest, index, out).items():
+                assert torch.equal(found, self.full[name].to(found.dtype)), name
 
 
 def cut(box: Box, random: "st.DataObject") -> list[Box]:

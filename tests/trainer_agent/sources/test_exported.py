@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.source import (
     AssemblyFailed,
     LayoutMismatch,
@@ -17,6 +16,8 @@ from weightbus.trainer_agent.source import (
     UnsupportedModel,
 )
 from weightbus.trainer_agent.sources.exported import ExportedSource, Exporter, bridge_exporter
+
+from ...kit.exporting import tensors_in
 
 SHAPES = {"a": (3, 4), "b": (2,), "count": (1,), "c": (5, 2), "d": (4,)}
 
@@ -47,8 +48,7 @@ def assembled(source: ExportedSource, manifest: Manifest, indexes: list[int]) ->
     for index in indexes:
         out = torch.zeros(manifest.buckets[index].nbytes, dtype=torch.uint8)
         source.assemble(manifest, index, out)
-        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-            found[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+        found |= tensors_in(manifest, index, out)
     return found
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.trainer_agent.assembly.assembler import DTYPES
-from weightbus.trainer_agent.source import LayoutMismatch, Source, UnknownParameter, UnsupportedModel
+from weightbus.trainer_agent.source import LayoutMismatch, UnknownParameter, UnsupportedModel
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
+
+from ...kit.exporting import export
 
 
 class Tiny(nn.Module):
@@ -23,17 +24,6 @@ class Tiny(nn.Module):
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("mask", torch.ones(3), persistent=False)
-
-
-def export(source: Source, bucket_bytes: int) -> dict[str, torch.Tensor]:
-    manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
-    found: dict[str, torch.Tensor] = {}
-    for index, bucket in enumerate(manifest.buckets):
-        out = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        source.assemble(manifest, index, out)
-        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-            found[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
-    return found
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10_000])
