@@ -12,6 +12,7 @@ import pytest
 
 from weightbus.control import protocol as messages
 from weightbus.control.machine import effects
+from weightbus.dataplane.memory import exports
 from weightbus.dataplane.memory.export_map import ArenaParts, ArenaRegion, ExportedTensor, ExportMap, Region
 from weightbus.dataplane.processes.connections import WireMessage
 from weightbus.dataplane.reshard.load_trace import ConstantFill, LoadTarget
@@ -24,7 +25,7 @@ from weightbus.engine_agent.machine import events
 from weightbus.trainer_agent.publish import rank_commands as orders
 
 GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("tags.json").read_text("utf-8"))
-"""Written by the code of 69e00d5, where every tag was the class name."""
+"""Written by the code of 69e00d5, where every tag was the class name; those of exports are of a later one."""
 FIELDS = json.loads(Path(__file__).with_name("golden").joinpath("fields.json").read_text("utf-8"))
 """Of the same code, where every field had the name of its attribute. A new field is added there by hand."""
 
@@ -42,6 +43,7 @@ WIRES: dict[str, list[type[msgspec.Struct]]] = {
     "local": of_module(local_wire),
     "sends": [*of_module(sends_wire), interface.Group],
     "direct": [*of_module(plan_exchange), interface.Exporting, interface.Layout],
+    "exports": of_module(exports),
     "engine_operations": list(get_args(events.Operation)),
 }
 
@@ -53,6 +55,7 @@ INSIDE: dict[str, type[msgspec.Struct]] = {
     "topology: process": messages.ProcessLocation,
     "engine": messages.EngineInfo,
     "export map": ExportMap,
+    "granted region": exports.GrantedRegion,
     "export map: region": Region,
     "export map: parts": ArenaParts,
     "manifest": Manifest,

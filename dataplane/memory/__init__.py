@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import ipc_handles as ipc_handles, posix_shm as posix_shm
-    from .cuda_driver import Driver as Driver, error_name as error_name
-    from .device_identity import (
+    from .cuda_memory import (
         NCCL_HOSTID as NCCL_HOSTID,
+        CudaMemory as CudaMemory,
+        Driver as Driver,
         device_name as device_name,
+        error_name as error_name,
         nccl_gpu_id as nccl_gpu_id,
         nccl_gpu_id_here as nccl_gpu_id_here,
         readable_peers as readable_peers,
@@ -22,18 +23,23 @@ if TYPE_CHECKING:
         ExportMap as ExportMap,
         Region as Region,
     )
-    from .exporter import RegionExporter as RegionExporter
+    from .exports import LocalMemory as LocalMemory, RegionExporter as RegionExporter, RegionImporter as RegionImporter
     from .gpu_topology import (
         GpuSurveyFailed as GpuSurveyFailed,
         VisibleGpu as VisibleGpu,
         gpus_visible_here as gpus_visible_here,
         gpus_visible_to as gpus_visible_to,
     )
-    from .importer import RegionImporter as RegionImporter
-    from .ipc_handles import CudaMemory as CudaMemory, HostMemory as HostMemory
-    from .local_memory import LocalMemory as LocalMemory
-    from .staging_buffers import BucketBuffers as BucketBuffers
-    from .tensor_bytes import addresses_of as addresses_of, bytes_of as bytes_of, sizes_of as sizes_of
-    from .torch_shared_memory import TorchSharedBuffers as TorchSharedBuffers
+    from .shared_memory import (
+        BucketBuffers as BucketBuffers,
+        HostMemory as HostMemory,
+        HostSegment as HostSegment,
+        TorchSharedBuffers as TorchSharedBuffers,
+        addresses_of as addresses_of,
+        bytes_of as bytes_of,
+        decode_handle as decode_handle,
+        map_readonly as map_readonly,
+        sizes_of as sizes_of,
+    )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

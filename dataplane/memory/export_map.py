@@ -2,7 +2,7 @@
 
 A *region* is one allocation of the exporting process: a block of shared memory, or what one cudaMalloc returned. A
 reader opens it once; it holds many storages. Handles are not in the map: they travel over the exporter's socket
-(export_messages.py), so a reader of the map alone can open nothing.
+(exports.py), so a reader of the map alone can open nothing.
 
 Ownership: the exporter owns the memory, and frees no region of the generation that a reader opened while that reader's
 connection is open. The contents may be read between `publish` and its return only.

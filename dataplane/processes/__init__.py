@@ -7,6 +7,7 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from . import process_groups as process_groups
     from .connections import (
+        MAX_FDS as MAX_FDS,
         ConnectionPool as ConnectionPool,
         Deadline as Deadline,
         FrameListener as FrameListener,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         new_token as new_token,
         open_runtime_dir as open_runtime_dir,
         parse_tcp_address as parse_tcp_address,
-        peer_pid as peer_pid,
         why_not_private as why_not_private,
     )
     from .host_facts import (

@@ -753,10 +753,10 @@ class ConnectionPool(Generic[L]):
             self._selector.unregister(frames)
         frames.close()
 
-    def poll(self, timeout_s: float) -> None:
+    def poll(self, timeout_s: float | None) -> None:
         """Read and write what is ready within `timeout_s` seconds, a block for each connection, and drop stalled peers.
 
-        Raises `TransferFailed` when the pool is closed meanwhile.
+        None waits as long as it takes. Raises `TransferFailed` when the pool is closed meanwhile.
         """
         if self._ended.is_set():
             raise TransferFailed("the sender was closed")

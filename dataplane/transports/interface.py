@@ -99,7 +99,7 @@ class StagingBuffer(Protocol):
 
     @property
     def exported(self) -> bytes:
-        """How another process opens this memory: a fixed struct (ipc_handles.py), never a pickle."""
+        """How another process opens this memory: a fixed struct (cuda_memory.py), never a pickle."""
         ...
 
 

@@ -38,7 +38,7 @@ from ..engines import EngineFacts, Limitation, environment_of
 _PROC: Final = Path("/proc")
 _YES: Final = ("true", "1", "yes", "y")
 _SHARED: Final = ("/dev/shm", tempfile.gettempdir())  # noqa: S108  looked at, nothing is written
-"""Folders in which shared memory and the socket of its manager are found (dataplane/memory/torch_shared_memory.py)."""
+"""Folders in which shared memory and the socket of its manager are found (dataplane/memory/shared_memory.py)."""
 _NO_KEY: Final = RequestId("filled-in-by-the-client")
 _log = get_log(__name__)
 

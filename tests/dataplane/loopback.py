@@ -26,8 +26,7 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.ipc_handles import HostMemory
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers, HostMemory
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.transports import registry as transports

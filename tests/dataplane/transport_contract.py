@@ -23,7 +23,7 @@ from weightbus.dataplane.errors import (
     StaleSession,
     TransferFailed,
 )
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Receiver, SharedBucket, TransferSession
 

@@ -18,7 +18,7 @@ import numpy as np
 from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.memory import export_messages as export_wire, ipc_handles as handles
+from weightbus.dataplane.memory import exports as export_wire, shared_memory as handles
 from weightbus.dataplane.memory.export_map import ArenaParts, ArenaRegion, ExportedTensor, ExportMap, Region
 from weightbus.dataplane.reshard.load_trace import (
     ConstantFill,
@@ -93,7 +93,7 @@ def _targets() -> tuple[Target, ...]:
         staged=(1,),
         prove=prove,
     )
-    granted = (e.GrantedRegions(1, e.HOST, 4096), e.GrantedRegions(2, e.CUDA, 4096, UUID, bytes(range(64))))
+    granted = (e.GrantedRegion(1, 4096), e.GrantedRegion(2, 4096, UUID, bytes(range(64))))
     return (
         _messages(
             "direct, sender to receiver",
@@ -153,14 +153,15 @@ def _targets() -> tuple[Target, ...]:
             lo.BucketDone(index=0, generation=1),
             lo.Finished(),
         ),
-        Target("export, ask", e.decode_ask, (e.encode_ask(e.Ask(3, (1, 2, 3))),), e.encode_ask),
-        Target(
-            "export, answer",
-            e.decode_answer,
-            (e.encode_grant(e.Grant(3, granted)), e.encode_refuse(e.Refuse(3, "no"))),
-            lambda found: e.encode_grant(found) if isinstance(found, e.Grant) else e.encode_refuse(found),
+        _messages("export, reader to exporter", e, "EXPORTER", e.Ask(generation=3, regions=(1, 2, 3))),
+        _messages(
+            "export, exporter to reader",
+            e,
+            "READER",
+            e.Grant(generation=3, regions=granted),
+            e.Refuse(generation=3, reason="no"),
         ),
-        Target("handle", handles.decode, (handles.encode_host(handles.HostSegment("wb-1", 64, 3)),), None),
+        Target("handle", handles.decode_handle, (msgspec.msgpack.encode(handles.HostSegment("wb-1", 64, 3)),), None),
         Target("export map", ExportMap.decode, (_export_map().encode(),), lambda found: found.encode()),
         Target("manifest", Manifest.decode, (MANIFEST.encode(),), lambda found: found.encode()),
         Target(

@@ -32,8 +32,7 @@ from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.digest.tensor_digest import digest_tensors, finish_digests
-from weightbus.dataplane.memory.exporter import RegionExporter
-from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.memory.exports import RegionExporter, RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES
 
 BF16 = DTYPES.index("bfloat16")

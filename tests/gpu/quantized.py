@@ -34,7 +34,7 @@ from weightbus.dataplane.copy.box_digests import make_box_table
 from weightbus.dataplane.copy.copy_engine import PreparedDigest
 from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.memory.tensor_bytes import bytes_of
+from weightbus.dataplane.memory.shared_memory import bytes_of
 from weightbus.dataplane.quantize import quantize_torch
 from weightbus.dataplane.quantize.fused_digests import word_layout
 from weightbus.dataplane.quantize.quantize_tasks import DigestSums, QuantizeTask, TorchTasks, prepare_tasks

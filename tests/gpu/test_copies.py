@@ -22,7 +22,7 @@ from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.errors import PeerLost, StaleSession
-from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.memory.exports import RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -85,7 +85,7 @@ class Trainer:
         import sys, torch
         from pathlib import Path
         from weightbus.dataplane.errors import NotExportable
-        from weightbus.dataplane.memory.exporter import RegionExporter
+        from weightbus.dataplane.memory.exports import RegionExporter
         device = torch.device("cuda", int(sys.argv[2]))
         exporter = RegionExporter(Path(sys.argv[1]), "c", 0)
         held = [torch.full((1 << 20,), 5.0, device=device)]
@@ -102,7 +102,7 @@ class Trainer:
             if held:
                 try:
                     exported = exporter.export(held)
-                    print(exporter.address().address, exporter.generation, exported.places[0].offset,
+                    print(exporter.address(), exporter.generation, exported.places[0].offset,
                           exported.regions[0].nbytes, flush=True)
                 except NotExportable as error:
                     print("refused:", error, flush=True)

@@ -8,23 +8,23 @@ import sys
 import pytest
 import torch
 
-from weightbus.dataplane.memory.cuda_driver import Driver
+from weightbus.dataplane.memory.cuda_memory import Driver
 
 pytestmark = pytest.mark.gpu
 
 STAGED = """
 import torch
-from weightbus.dataplane.memory import ipc_handles as handles
-from weightbus.dataplane.memory import staging_buffers as staging
+from weightbus.dataplane.errors import NotExportable
+from weightbus.dataplane.memory import shared_memory as staging
 before = [torch.ones(1 << 26, dtype=torch.uint8, device="cuda") for _ in range(3)]
 del before  # free blocks of expandable segments, which a slot must not be made of
 pool = staging.BucketBuffers("cuda", 2, 1 << 25, "expandable")
 for slot in pool.buffers:
     slot.memory.fill_(7)
-    handles.decode(slot.exported)
+    staging.decode_handle(slot.exported)
 try:
-    handles.export_cuda(torch.ones(1 << 25, dtype=torch.uint8, device="cuda"))
-except handles.NotExportable:
+    staging.export_cuda(torch.ones(1 << 25, dtype=torch.uint8, device="cuda"))
+except NotExportable:
     print("the rest is mapped as before")
 pool.close()
 """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weightbus.dataplane.memory.device_identity import device_name, readable_peers
+from weightbus.dataplane.memory.cuda_memory import device_name, readable_peers
 from weightbus.dataplane.memory.gpu_topology import gpus_visible_here, gpus_visible_to
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.memory.exports import RegionImporter
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.reshard.load_trace import LoadTrace, NotCopiedCause, StagedTensor
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan, staging_layout

@@ -15,7 +15,7 @@ import torch
 
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.export_map import ArenaParts
-from weightbus.dataplane.memory.exporter import RegionExporter
+from weightbus.dataplane.memory.exports import RegionExporter
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.local_memory import LocalMemory
+from weightbus.dataplane.memory.exports import LocalMemory
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.interface import Address, ExportedWeights, Peer, Receipt, TransferSession

@@ -15,7 +15,7 @@ import torch
 
 from weightbus.dataplane.digest import tensor_digest
 from weightbus.dataplane.errors import TransferFailed, Unsupported
-from weightbus.dataplane.memory.torch_shared_memory import TorchSharedBuffers
+from weightbus.dataplane.memory.shared_memory import TorchSharedBuffers
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.interface import (
     JOIN_S,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weightbus
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging

@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from ...errors import NotExportable, TransferFailed
-from ...memory import BucketBuffers, CudaMemory, TorchSharedBuffers, device_name, ipc_handles as handles
+from ...memory import BucketBuffers, CudaMemory, TorchSharedBuffers, decode_handle, device_name
 from ...processes import (
     Deadline,
     SerialCalls,
@@ -542,7 +542,7 @@ class SidecarDeviceMemory:
         """What every worker opens."""
         del tp  # the driver counts them
         assert self._pool is not None
-        lent = handles.decode(self._pool.buffers[index].exported)
+        lent = decode_handle(self._pool.buffers[index].exported)
         assert isinstance(lent, CudaMemory)
         return lent
 

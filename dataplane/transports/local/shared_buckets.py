@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
-from ...memory import CudaMemory, HostMemory, TorchSharedBuffers, ipc_handles as handles, posix_shm as segments
+from ...memory import CudaMemory, HostMemory, HostSegment, TorchSharedBuffers, decode_handle, map_readonly
 from ...processes import (
     Deadline,
     PacketFrames,
@@ -64,7 +64,7 @@ class Refused(WireMessage, frozen=True, tag="Refused"):
 
 
 class BucketReady(WireMessage, frozen=True, tag="BucketReady"):
-    """Sender: bucket `index` lies in `handle` (ipc_handles.py) until the receiver is done with it."""
+    """Sender: bucket `index` lies in `handle` (memory/shared_memory.py) until the receiver is done with it."""
 
     index: _Count
     generation: _Count
@@ -258,7 +258,7 @@ class LocalReceiver:
         try:
             for index, bucket in enumerate(session.manifest.buckets):
                 message = _announced(connection, index, deadline)
-                theirs = handles.decode(message.handle)
+                theirs = decode_handle(message.handle)
                 passed_on = isinstance(theirs, CudaMemory)
                 lent = theirs if isinstance(theirs, CudaMemory) else self._copy(session, index, theirs, tp, deadline)
                 within_s = min(deadline.check(f"time to load bucket {index}"), bucket_timeout_s(bucket.nbytes))
@@ -280,7 +280,7 @@ class LocalReceiver:
         self,
         session: TransferSession,
         index: int,
-        segment: handles.HostSegment,
+        segment: HostSegment,
         tp: int,
         deadline: Deadline,
     ) -> HostMemory:
@@ -290,7 +290,7 @@ class LocalReceiver:
         slot = index % self._memory.count
         self._loads.settle_slot(index, self._memory.count, lambda earlier: self._loaded(earlier, deadline))
         if segment.name not in self._maps:
-            self._maps[segment.name] = segments.map_readonly(segment.name, segment.nbytes)
+            self._maps[segment.name] = map_readonly(segment.name, segment.nbytes)
         source = self._maps[segment.name]
         if len(source) < bucket.nbytes:
             raise TransferFailed(f"bucket {index} has {bucket.nbytes} bytes, its memory only {len(source)}")

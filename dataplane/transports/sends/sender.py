@@ -595,7 +595,7 @@ class GpuConflict(NamedTuple):
 def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) -> dict[str, GpuConflict]:
     """The engines whose GPUs are taken, by the trainer's ranks or by engines before them.
 
-    `ranks` and `engines` say which seat each rank and worker has (device_identity.py); empty for one without. Raises
+    `ranks` and `engines` say which seat each rank and worker has (cuda_memory.py); empty for one without. Raises
     `TransferFailed` where two ranks have the same one.
     """
     holders: dict[str, str] = {}

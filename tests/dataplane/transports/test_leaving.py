@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.transports.distributed import receiver as joining_receiver
 from weightbus.dataplane.transports.interface import Peer, Receipt
 

@@ -12,7 +12,7 @@ import pytest
 
 from weightbus.control.machine import routing
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, Unsupported
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt, ReceiverContext, SenderContext
 from weightbus.dataplane.transports.sends.sender import SendsSender

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.torch_shared_memory import TorchSharedBuffers
+from weightbus.dataplane.memory.shared_memory import TorchSharedBuffers
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import SharedBucket

@@ -19,8 +19,7 @@ import torch
 
 from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
-from weightbus.dataplane.memory.exporter import RegionExporter
-from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.memory.exports import RegionExporter, RegionImporter
 from weightbus.dataplane.processes.connections import Deadline, FrameListener, Frames
 from weightbus.dataplane.reshard.reshard_plan import ReshardPlan
 from weightbus.dataplane.reshard.verification import Verification

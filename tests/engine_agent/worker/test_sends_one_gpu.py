@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.memory.device_identity import NCCL_HOSTID, nccl_gpu_id, nccl_gpu_id_here
+from weightbus.dataplane.memory.cuda_memory import NCCL_HOSTID, nccl_gpu_id, nccl_gpu_id_here
 from weightbus.dataplane.transports.interface import Peer, Receipt
 from weightbus.dataplane.transports.sends import group_transfer as standing, rank_sender as rank_sends
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver

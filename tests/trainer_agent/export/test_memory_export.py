@@ -15,8 +15,7 @@ from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.protocol.messages import TransportKind
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
-from weightbus.dataplane.memory.exporter import RegionExporter
-from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.memory.exports import RegionExporter, RegionImporter
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.coverage import check_exact_cover
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec

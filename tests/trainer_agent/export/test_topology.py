@@ -10,7 +10,7 @@ import torch
 
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.messages import PeerAccess, ProcessLocation, RequestId, TransportKind
-from weightbus.dataplane.memory.device_identity import NCCL_HOSTID
+from weightbus.dataplane.memory.cuda_memory import NCCL_HOSTID
 from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.trainer_agent.export import topology as whereabouts

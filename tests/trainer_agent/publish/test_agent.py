@@ -14,7 +14,7 @@ import torch
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.trainer_agent.machine import errors
 from weightbus.trainer_agent.machine.publication import PublishReport

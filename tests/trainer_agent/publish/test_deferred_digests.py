@@ -20,7 +20,7 @@ import torch
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.protocol.messages import AgentId, Digest
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer, Tabled
 from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
 from weightbus.trainer_agent.export.memory_export import MemoryExport

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from weightbus.control.protocol.messages import TransportKind
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.trainer_agent.publish.delivery import Delivery
 

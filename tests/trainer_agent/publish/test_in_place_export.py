@@ -22,8 +22,8 @@ from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import RequestRefused
 from weightbus.dataplane.copy.device_fence import DeviceFence
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.memory.exportable_memory import ExportableHostMemory
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.exports import ExportableHostMemory
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, QuantizeTask, TorchTasks
 from weightbus.dataplane.reshard.share_digester import ShareDigester

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes import connections
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.distributed import broadcast_group

@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from weightbus.dataplane.errors import DataplaneError, PeerLost
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes.connections import Deadline, new_token
 from weightbus.dataplane.processes.process_groups import connect_store, join_store, serve_store
 from weightbus.dataplane.transports.distributed import (

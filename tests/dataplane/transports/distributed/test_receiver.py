@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.transports.interface import Address, Minding, Peer, Receipt, Sender
 
 from ....kit.waiting import until

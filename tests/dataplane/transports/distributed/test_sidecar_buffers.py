@@ -6,11 +6,12 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from weightbus.dataplane.errors import NotExportable, TransferFailed
-from weightbus.dataplane.memory import ipc_handles as handles
+from weightbus.dataplane.memory import cuda_memory as handles
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.distributed import receiver as handing_memory
 from weightbus.dataplane.transports.distributed.receiver import GpuRoom
@@ -100,7 +101,7 @@ def test_nothing_is_exported_before_there_was_room_for_all_slots(monkeypatch: py
 def test_what_is_lent_is_the_slot_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server would load other bytes than those that were compared."""
     lent = [handles.CudaMemory(UUID, bytes([at]) * 64, BUCKET, 0, b"counter", at, b"event", True) for at in (0, 1)]
-    slots = [SimpleNamespace(memory=torch.full((4,), at), exported=handles.encode_cuda(lent[at])) for at in (0, 1)]
+    slots = [SimpleNamespace(memory=torch.full((4,), at), exported=msgspec.msgpack.encode(lent[at])) for at in (0, 1)]
     has(monkeypatch, 1 << 40)
     monkeypatch.setattr(handing_memory, "BucketBuffers", lambda *_: SimpleNamespace(buffers=slots, buffer_bytes=BUCKET))
     memory = GpuRoom().memory(torch.device("meta"))

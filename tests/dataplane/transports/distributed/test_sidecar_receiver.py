@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.transports.distributed import (

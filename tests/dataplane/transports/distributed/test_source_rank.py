@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes import process_groups as rendezvous
 from weightbus.dataplane.processes.connections import new_token
 from weightbus.dataplane.processes.process_groups import join_store, serve_store

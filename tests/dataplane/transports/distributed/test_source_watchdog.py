@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 from weightbus.control.machine.states import WATCHDOG_S
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.process_groups import join_store, serve_store
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in

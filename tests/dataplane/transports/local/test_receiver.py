@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketBuffers
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer, SharedBucket
 from weightbus.dataplane.transports.local import shared_buckets as module
 

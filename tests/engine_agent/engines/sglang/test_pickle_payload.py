@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane.memory.ipc_handles import CudaMemory, HostMemory
+from weightbus.dataplane.memory import CudaMemory, HostMemory
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import SharedBucket
 from weightbus.engine_agent.engines.sglang.pickle_payload import serialized

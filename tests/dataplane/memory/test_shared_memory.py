@@ -8,18 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from weightbus.dataplane.errors import NotExportable, OutOfSharedMemory, TransferFailed
-from weightbus.dataplane.memory import (
-    ipc_handles as handles,
-    posix_shm as segments,
-    staging_buffers as staging,
-    torch_shared_memory as engine_memory,
+from weightbus.dataplane.errors import (
+    DataplaneError,
+    DeadlineExceeded,
+    NotExportable,
+    OutOfSharedMemory,
+    TransferFailed,
 )
-from weightbus.dataplane.memory.ipc_handles import CudaMemory
+from weightbus.dataplane.memory import shared_memory as memories
+from weightbus.dataplane.memory.cuda_memory import CudaMemory
 from weightbus.dataplane.processes.connections import Deadline
 
 CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/torch_1_2_3", 7, b"e" * 64, True)
@@ -27,26 +29,26 @@ CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/t
 
 def test_slots_are_seen_by_whoever_opens_them() -> None:
     """What is written to a buffer is what its exported name leads to, round after round, until close."""
-    pool = staging.BucketBuffers("cpu", 2, 5000, "pool")
+    pool = memories.BucketBuffers("cpu", 2, 5000, "pool")
     exported = [buffer.exported for buffer in pool.buffers]
-    segment = handles.decode(exported[1])
-    assert isinstance(segment, handles.HostSegment)
+    segment = memories.decode_handle(exported[1])
+    assert isinstance(segment, memories.HostSegment)
     assert (segment.nbytes, segment.generation) == (5000, pool.generation)
-    seen = segments.map_readonly(segment.name, segment.nbytes)
+    seen = memories.map_readonly(segment.name, segment.nbytes)
     for value in (7, 9):
         pool.buffers[1].memory.fill_(value)
         assert set(seen.tolist()) == {value}
     assert [buffer.exported for buffer in pool.buffers] == exported
     pool.close()
     pool.close()
-    assert not (segments.DIRECTORY / segment.name).exists()
+    assert not (memories.DIRECTORY / segment.name).exists()
     with pytest.raises(TransferFailed, match="cannot be opened"):
-        segments.map_readonly(segment.name, segment.nbytes)
+        memories.map_readonly(segment.name, segment.nbytes)
 
 
 def test_generations_differ() -> None:
     """Two pools of one name are told apart."""
-    first, second = staging.BucketBuffers("cpu", 1, 64, "same"), staging.BucketBuffers("cpu", 1, 64, "same")
+    first, second = memories.BucketBuffers("cpu", 1, 64, "same"), memories.BucketBuffers("cpu", 1, 64, "same")
     assert first.buffers[0].exported != second.buffers[0].exported
     first.close()
     second.close()
@@ -54,33 +56,33 @@ def test_generations_differ() -> None:
 
 def test_a_full_host_is_an_error_and_leaves_nothing() -> None:
     """Memory that is not there is refused when the pool is made, with advice, and nothing of it stays."""
-    before = set(segments.DIRECTORY.glob("weightbus-greedy-*"))
+    before = set(memories.DIRECTORY.glob("weightbus-greedy-*"))
     with pytest.raises(OutOfSharedMemory, match="shm-size"):
-        staging.BucketBuffers("cpu", 1, 1 << 46, "greedy")
-    assert set(segments.DIRECTORY.glob("weightbus-greedy-*")) == before
+        memories.BucketBuffers("cpu", 1, 1 << 46, "greedy")
+    assert set(memories.DIRECTORY.glob("weightbus-greedy-*")) == before
 
 
 def test_other_devices_are_refused() -> None:
     """Only memory that can be shared makes a pool."""
     with pytest.raises(NotExportable, match="meta"):
-        staging.BucketBuffers("meta", 1, 64, "meta")
+        memories.BucketBuffers("meta", 1, 64, "meta")
 
 
 def test_dead_processes_leave_nothing() -> None:
     """A process that was killed leaves segments; the next one to start sweeps them up, and none that is in use."""
     program = (
-        "import os, signal; from weightbus.dataplane.memory import posix_shm as segments; "
-        "own = segments.Segment.create('victim', 64); print(own.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal; from weightbus.dataplane.memory.shared_memory import Segment; "
+        "own = Segment.create('victim', 64); print(own.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    own = segments.Segment.create("own", 64)
+    own = memories.Segment.create("own", 64)
     for _ in range(10):  # any other program of ours that starts on this host may be the one that sweeps
         dead = subprocess.run(
             [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False, timeout=120
         )
         name = dead.stdout.strip()
-        swept = segments.remove_leftovers()
+        swept = memories.remove_leftovers()
         assert name.startswith("weightbus-victim-")
-        assert not (segments.DIRECTORY / name).exists()
+        assert not (memories.DIRECTORY / name).exists()
         assert own.path.exists()
         if name in swept:
             break
@@ -91,7 +93,7 @@ def test_dead_processes_leave_nothing() -> None:
 
 def test_a_forked_child_does_not_unlink() -> None:
     """The memory belongs to the process that made it, whatever its children do when they end."""
-    own = segments.Segment.create("parent", 64)
+    own = memories.Segment.create("parent", 64)
     pid = os.fork()
     if pid == 0:
         own.close()
@@ -106,34 +108,45 @@ def test_a_forked_child_does_not_unlink() -> None:
 def test_only_our_segments_are_opened(name: str) -> None:
     """A peer cannot make us open another file."""
     with pytest.raises(TransferFailed, match="not the name"):
-        segments.map_readonly(name, 64)
+        memories.map_readonly(name, 64)
 
 
 def test_too_small_is_refused() -> None:
     """A segment shorter than the peer says would end the process with SIGBUS."""
-    own = segments.Segment.create("small", 64)
+    own = memories.Segment.create("small", 64)
     with pytest.raises(TransferFailed, match="64 bytes"):
-        segments.map_readonly(own.name, 128)
+        memories.map_readonly(own.name, 128)
     own.close()
 
 
-@pytest.mark.parametrize("memory", [handles.HostSegment("weightbus-a-1-2-3-4", 1 << 40, 3), CUDA], ids=["host", "cuda"])
-def test_handles_survive_the_wire(memory: handles.HostSegment | CudaMemory) -> None:
-    """Both structs are read back as they were written, have a fixed size, and nothing shorter or longer is read."""
-    data = handles.encode_cuda(memory) if isinstance(memory, CudaMemory) else handles.encode_host(memory)
-    assert handles.decode(data) == memory
-    for wrong in (data[:-1], data + b"\0", data[4:], b"", b"WBM1", b"WBM1\7" + data[5:], b"\x80\4" + data[2:]):
+@pytest.mark.parametrize(
+    "memory", [memories.HostSegment("weightbus-a-1-2-3-4", 1 << 40, 3), CUDA], ids=["host", "cuda"]
+)
+def test_handles_survive_the_wire(memory: memories.HostSegment | CudaMemory) -> None:
+    """Both structs are read back as they were written, and nothing shorter or longer is read."""
+    data = msgspec.msgpack.encode(memory)
+    assert memories.decode_handle(data) == memory
+    for wrong in (data[:-1], data + b"\0", data[4:], b"", b"WBM1", b"\x80\4" + data[2:]):
         with pytest.raises(TransferFailed, match="name no memory"):
-            handles.decode(wrong)
+            memories.decode_handle(wrong)
 
 
-@pytest.mark.parametrize("at", [5, 6, 7, 8, 9])
-def test_handles_out_of_bounds(at: int) -> None:
-    """A length, a size or a name that no encoder writes is refused, and nothing but `TransferFailed` is raised."""
-    for data in (handles.encode_host(handles.HostSegment("a-1", 64, 1)), handles.encode_cuda(CUDA)):
-        broken = data[:at] + b"\xff" * 24 + data[at + 24 :]
-        with pytest.raises(TransferFailed, match="out of bounds"):
-            handles.decode(broken)
+@pytest.mark.parametrize(
+    "memory",
+    [
+        memories.HostSegment("a/1", 64, 1),
+        memories.HostSegment("a-1", 0, 1),
+        memories.HostSegment("a-1", 1 << 49, 1),
+        msgspec.structs.replace(CUDA, device_uuid="../1"),
+        msgspec.structs.replace(CUDA, handle=b"h" * 129),
+        msgspec.structs.replace(CUDA, storage_nbytes=0),
+        msgspec.structs.replace(CUDA, storage_offset_bytes=1 << 49),
+    ],
+)
+def test_handles_out_of_bounds(memory: memories.HostSegment | CudaMemory) -> None:
+    """A length, a size or a name that no sender writes is refused."""
+    with pytest.raises(TransferFailed, match="name no memory"):
+        memories.decode_handle(msgspec.msgpack.encode(memory))
 
 
 def test_torch_still_shares_gpu_memory_as_we_read_it() -> None:
@@ -153,7 +166,7 @@ def test_torch_still_shares_gpu_memory_as_we_read_it() -> None:
 
 def test_engine_memory_outlives_its_users(tmp_path: Path) -> None:
     """Workers open and drop a buffer as often as they like; it stays ours, its name too, until close."""
-    memory = engine_memory.TorchSharedBuffers(tmp_path)
+    memory = memories.TorchSharedBuffers(tmp_path)
     memory.reserve(4000, 5, Deadline(60))
     assert memory.count == 2
     memory.memory(0).fill_(5)
@@ -163,15 +176,15 @@ def test_engine_memory_outlives_its_users(tmp_path: Path) -> None:
         assert int(torch.empty(0, dtype=torch.uint8).set_(storage).sum()) == 5 * 4000
         del storage
     name = lent.handle.decode().removeprefix("/")
-    assert (segments.DIRECTORY / name).exists()
+    assert (memories.DIRECTORY / name).exists()
     memory.reserve(3000, 1, Deadline(60))
     assert memory.lend(0, 1).handle == lent.handle
     memory.reserve(9000, 5, Deadline(60))
     assert memory.memory(1).numel() == 9000
-    assert not (segments.DIRECTORY / name).exists()
+    assert not (memories.DIRECTORY / name).exists()
     memory.close()
     memory.close()
-    assert list(segments.DIRECTORY.glob(f"weightbus-engine-*-{os.getpid()}-*")) == []
+    assert list(memories.DIRECTORY.glob(f"weightbus-engine-*-{os.getpid()}-*")) == []
 
 
 def test_a_slot_that_others_cannot_open_is_made_of_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,23 +196,58 @@ def test_a_slot_that_others_cannot_open_is_made_of_plain_memory(monkeypatch: pyt
             raise NotExportable("mapped by its allocator")
         return CUDA
 
-    monkeypatch.setattr(staging, "allocate_without_expandable_segments", lambda _device, _nbytes: (None, plain))
-    monkeypatch.setattr(handles, "export_cuda", export)
-    buffer = staging.CudaStagingBuffer(torch.device("cpu"), 64)
+    monkeypatch.setattr(memories, "allocate_without_expandable_segments", lambda _device, _nbytes: (None, plain))
+    monkeypatch.setattr(memories, "export_cuda", export)
+    buffer = memories.CudaStagingBuffer(torch.device("cpu"), 64)
     assert buffer.memory is plain
     monkeypatch.setattr(
-        staging, "allocate_without_expandable_segments", lambda _device, nbytes: (None, torch.empty(nbytes))
+        memories, "allocate_without_expandable_segments", lambda _device, nbytes: (None, torch.empty(nbytes))
     )
     with pytest.raises(NotExportable):
-        staging.CudaStagingBuffer(torch.device("cpu"), 64)
+        memories.CudaStagingBuffer(torch.device("cpu"), 64)
+
+
+def test_a_deep_runtime_dir_does_not_break_the_managers_socket(tmp_path: Path) -> None:
+    """Its name would not fit a socket's; torch would only say "no such file" in the middle of a transfer."""
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    memory = memories.TorchSharedBuffers(deep, buffers=1)
+    memory.reserve(1000, 1, Deadline(10.0))
+
+    assert memory._manager is not None
+    assert len(memory._manager.handle) <= memories._MAX_PATH
+    assert os.fsencode(deep) not in memory._manager.handle
+    memory.close()
+
+
+def test_a_manager_that_cannot_make_its_socket_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends at once, for lack of room or of a folder: that is said, and no deadline runs out."""
+    monkeypatch.setattr(memories, "_short_enough", lambda folder: folder / "gone")
+    with pytest.raises(DataplaneError, match=r"got no socket in .*gone, and said: could not"):
+        memories.TorchSharedBuffers(tmp_path).reserve(64, 1, Deadline(60.0))
+
+
+def test_a_manager_that_stops_in_the_middle_of_a_word_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that does not answer within the deadline is an error, and is killed."""
+    program = tmp_path / "bin" / "torch_shm_manager"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nprintf /torch\nexec sleep 20\n", encoding="ascii")
+    program.chmod(0o700)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(DeadlineExceeded, match="to name its socket"):
+        memories.TorchSharedBuffers(tmp_path).reserve(64, 1, Deadline(1.0))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_slots_are_exported() -> None:
     """A GPU buffer has a handle that the struct can carry."""
-    pool = staging.BucketBuffers("cuda", 1, 1 << 20, "gpu")
-    memory = handles.decode(pool.buffers[0].exported)
+    pool = memories.BucketBuffers("cuda", 1, 1 << 20, "gpu")
+    memory = memories.decode_handle(pool.buffers[0].exported)
     assert isinstance(memory, CudaMemory)
     assert memory.storage_nbytes >= 1 << 20
     pool.close()

@@ -1,20 +1,63 @@
-"""Calls of the CUDA driver that torch does not offer: what an allocation is, and CUDA IPC by plain handles.
+"""A GPU's memory and its identity across processes: driver calls that torch does not offer, and CUDA IPC handles.
 
 The driver's interface is stable across CUDA versions, and its library is installed with every GPU; neither cuda-python
 nor torch's private tuples are needed. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html All calls need
 a current context: torch has made one for the device that is current in the thread.
+
+An index means another GPU in another process, a uuid the same one everywhere.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, cast
+
+import msgspec
+import torch
+from msgspec import Meta
 
 from ..errors import NotExportable, PeerLost
 
+NCCL_HOSTID: Final = "NCCL_HOSTID"
+"""NCCL's own variable: processes with other values count as other hosts, whatever GPU they share."""
+
+
+def device_name(device: torch.device) -> str:
+    """The uuid of a GPU; the type of any other device, such as ``cpu``."""
+    if device.type != "cuda":
+        return device.type
+    return str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+
+
+def nccl_gpu_id(gpu: str, nccl_host: str) -> str:
+    """The identity of a GPU as NCCL sees it, which takes no two ranks on one. Empty for a CPU.
+
+    `nccl_host` is the value of `NCCL_HOSTID`, empty where it is not set.
+    """
+    if gpu == "cpu":
+        return ""
+    return f"{nccl_host}/{gpu}" if nccl_host else gpu
+
+
+def nccl_gpu_id_here(gpu: str) -> str:
+    """`nccl_gpu_id` with this process's environment."""
+    return nccl_gpu_id(gpu, os.environ.get(NCCL_HOSTID, ""))
+
+
+def readable_peers(device: torch.device) -> tuple[str, ...]:
+    """Uuids of the other GPUs, visible to this process, whose memory `device` reads directly."""
+    if device.type != "cuda":
+        return ()
+    others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != device.index)
+    return tuple(device_name(other) for other in others if torch.cuda.can_device_access_peer(device, other))
+
+
 HANDLE_BYTES: Final = 64
-"""cudaIpcMemHandle_t."""
+"""cudaIpcMemHandle_t. Since 2.5 torch puts two bytes before it: a version and what kind of memory it is."""
+_MAX_HANDLE: Final = 128
+"""Bytes of any handle of torch's."""
 _LAZY_PEER_ACCESS: Final = 1
 _BUFFER_ID: Final = 7
 """CU_POINTER_ATTRIBUTE_BUFFER_ID: never given to another allocation of the process."""
@@ -115,3 +158,40 @@ def error_name(library: ctypes.CDLL, code: int) -> str:
     name = ctypes.c_char_p()
     library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
     return f"{name.value.decode() if name.value else 'CUDA error'}, {code}"
+
+
+class CudaMemory(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fields=True):
+    """Device memory exported by CUDA IPC: what torch's `rebuild_cuda_tensor` takes, as plain fields."""
+
+    device_uuid: Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{8,48}$")]
+    handle: Annotated[bytes, Meta(max_length=_MAX_HANDLE)]
+    storage_nbytes: Annotated[int, Meta(gt=0, le=2**48)]
+    storage_offset_bytes: Annotated[int, Meta(ge=0, le=2**48)]
+    ref_counter_handle: Annotated[bytes, Meta(max_length=_MAX_HANDLE)]
+    ref_counter_offset: Annotated[int, Meta(ge=0)]
+    event_handle: Annotated[bytes, Meta(max_length=_MAX_HANDLE)]
+    event_sync_required: bool
+
+
+_Shared = tuple[int, bytes, int, int, bytes, int, bytes, bool]
+
+
+def export_cuda(memory: torch.Tensor) -> CudaMemory:
+    """The handle by which another process of this host opens `memory`, which begins its storage.
+
+    Raises `NotExportable` for memory of expandable segments, which torch shares by file descriptors that only a child
+    process can take over.
+    """
+    # The private tuple of torch.multiprocessing.reductions; test_shared_memory.py fails when torch changes its order.
+    shared = cast("_Shared", memory.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
+    _, handle, storage_nbytes, offset, counter, counter_at, event, sync = shared
+    plain = handle if len(handle) == HANDLE_BYTES else handle[2:] if handle[1:2] == b"c" else b""
+    if len(plain) != HANDLE_BYTES:
+        raise NotExportable(
+            "this GPU memory comes from an expandable segment and cannot be opened by another process: "
+            "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or choose the distributed or disk transport"
+        )
+    if max(len(handle), len(counter), len(event)) > _MAX_HANDLE:
+        raise NotExportable(f"torch's CUDA IPC handles have unexpected sizes {[len(handle), len(counter), len(event)]}")
+    uuid = device_name(memory.device)
+    return CudaMemory(uuid, handle, storage_nbytes, offset, counter, counter_at, event, bool(sync))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -20,10 +21,10 @@ import torch
 from hypothesis import given, strategies as st
 
 from weightbus.dataplane.errors import ManifestError, NotExportable, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.memory import export_messages as wire, exporter as exporter_module, importer as exported
+from weightbus.dataplane.memory import exports
 from weightbus.dataplane.memory.export_map import ArenaParts, ArenaRegion, ExportedTensor, ExportMap, Region
-from weightbus.dataplane.memory.exporter import RegionExporter
-from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.memory.exports import RegionExporter, RegionImporter
+from weightbus.dataplane.processes.connections import Deadline, Frames
 
 OPEN_S = 60.0
 
@@ -113,10 +114,11 @@ def test_what_a_reader_has_open_is_held_for_it(exporter: RegionExporter, importe
 
     exporter.export([torch.ones(8)])
 
+    assert exporter._server is not None
     assert granted not in exporter._held.values()
-    assert [lease for lease in exporter._leases.values() if granted in lease]
+    assert [reader for reader in exporter._server.readers if granted in reader.regions]
     importer.close()
-    wait_until(lambda: not exporter._leases)
+    wait_until(lambda: not exporter.readers)
 
 
 def test_many_regions_are_opened_in_batches(exporter: RegionExporter, importer: RegionImporter) -> None:
@@ -150,8 +152,8 @@ def test_a_thread_that_serves_no_more_holds_no_trainer(
 ) -> None:
     """It is left, with a line in the log."""
     released = threading.Event()
-    monkeypatch.setattr(exporter_module, "_END_S", 0.2)
-    monkeypatch.setattr(RegionExporter, "_ended", lambda _: released.wait(OPEN_S))
+    monkeypatch.setattr(exports, "_END_S", 0.2)
+    monkeypatch.setattr(exports._LeaseServer, "_turn_away", lambda _: released.wait(OPEN_S))
     exporter = RegionExporter(tmp_path / "run", "c", 0)
     exporter.export([torch.full((8,), 3.0)])
     began = time.monotonic()
@@ -199,12 +201,13 @@ def test_another_users_reader_is_hung_up_on(exporter: RegionExporter, monkeypatc
     exporter.export([torch.zeros(8)])
     own = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+    packet = exports.READER.encode(exports.Ask(generation=1, regions=(0,)))
+    with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(OPEN_S)
         stranger.connect(exporter.address())
 
         with contextlib.suppress(ConnectionError):  # it may have hung up by then
-            stranger.send(wire.encode_ask(wire.Ask(1, (0,))))
+            stranger.send(struct.pack("<Q", len(packet)) + packet)
             assert stranger.recv(4096) == b""
 
     wait_until(lambda: not exporter.readers)
@@ -215,7 +218,7 @@ def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImport
     program = textwrap.dedent(f"""
         import sys, torch
         from pathlib import Path
-        from weightbus.dataplane.memory.exporter import RegionExporter
+        from weightbus.dataplane.memory.exports import RegionExporter
         exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
         exporter.export([torch.full((8,), 5.0)])
         print(exporter.address(), flush=True)
@@ -250,7 +253,7 @@ def test_an_exporter_that_died_is_noticed_while_its_child_lives(tmp_path: Path, 
     program = textwrap.dedent(f"""
         import os, sys, time, torch
         from pathlib import Path
-        from weightbus.dataplane.memory.exporter import RegionExporter
+        from weightbus.dataplane.memory.exports import RegionExporter
         exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
         exporter.export([torch.full((8,), 5.0)])
         print(exporter.address(), flush=True)
@@ -283,7 +286,7 @@ def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
     exporter.export([torch.zeros(8)])
     program = textwrap.dedent(f"""
         import os, signal
-        from weightbus.dataplane.memory.importer import RegionImporter
+        from weightbus.dataplane.memory.exports import RegionImporter
         RegionImporter().open({exporter.address()!r}, 0, 1, [0], 60.0)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
@@ -300,32 +303,50 @@ def test_memory_of_a_gpu_is_not_for_this_exporter(exporter: RegionExporter) -> N
         exporter.export([torch.empty(4, device="meta")])
 
 
+ASK = exports.Ask(generation=1, regions=(0,))
+
+
 @pytest.mark.parametrize(
     "packet",
     [
         b"",
-        b"WBX1",
-        wire.encode_ask(wire.Ask(1, (0,)))[:-1],
-        b"XXXX" + wire.encode_ask(wire.Ask(1, (0,)))[4:],
-        wire.encode_grant(wire.Grant(1, (wire.GrantedRegions(0, 1, 4),))),
+        exports.READER.encode(ASK)[:-1],
+        exports.READER.encode(msgspec.structs.replace(ASK, regions=())),
+        exports.READER.encode(msgspec.structs.replace(ASK, regions=(-1,))),
+        exports.READER.encode(msgspec.structs.replace(ASK, regions=(0,) * 129)),
+        exports.EXPORTER.encode(exports.Grant(generation=1, regions=(exports.GrantedRegion(0, 4),))),
     ],
 )
-def test_what_is_no_request_is_refused(packet: bytes) -> None:
-    """Lengths, magic and kind are checked before anything is believed."""
-    with pytest.raises(TransferFailed):
-        wire.decode_ask(packet)
+def test_what_is_no_request_is_hung_up_on(exporter: RegionExporter, packet: bytes) -> None:
+    """Kind, length and numbers are checked before anything is granted."""
+    exporter.export([torch.zeros(8)])
+    frames = Frames.connect(exporter.address(), Deadline(OPEN_S))
+    frames.send(packet, Deadline(OPEN_S))
+    with pytest.raises(PeerLost):
+        frames.receive(Deadline(OPEN_S), "nothing")
+    frames.close()
+    wait_until(lambda: not exporter.readers)
 
 
-def test_answers_survive_the_wire() -> None:
-    """Both kinds of memory, and refusals; a region without bytes is out of bounds."""
-    grant = wire.Grant(
-        7, (wire.GrantedRegions(0, wire.HOST, 4), wire.GrantedRegions(9, wire.CUDA, 8, "GPU-12345678", b"h" * 64))
-    )
-
-    assert wire.decode_answer(wire.encode_grant(grant)) == grant
-    assert wire.decode_answer(wire.encode_refuse(wire.Refuse(7, "no"))) == wire.Refuse(7, "no")
-    with pytest.raises(TransferFailed, match="out of bounds"):
-        wire.decode_answer(wire.encode_grant(wire.Grant(7, (wire.GrantedRegions(0, wire.HOST, 0),))))
+@pytest.mark.parametrize(
+    "region",
+    [
+        {"region": 0, "nbytes": 0},
+        {"region": 0, "nbytes": 1 << 49},
+        {"region": 0, "nbytes": 8, "uuid": "GPU-12345678"},
+        {"region": 0, "nbytes": 8, "uuid": "GPU-12345678", "handle": b"h" * 63},
+        {"region": 0, "nbytes": 8, "uuid": "../1", "handle": b"h" * 64},
+        {"region": 0, "nbytes": 8, "handle": b"h" * 64},
+    ],
+)
+def test_a_grant_out_of_bounds_is_refused(region: dict[str, object]) -> None:
+    """Sizes, names and handles that no exporter writes."""
+    good = {"region": 9, "nbytes": 8, "uuid": "GPU-12345678", "handle": b"h" * 64}
+    message = {"type": "Grant", "generation": 7, "regions": [good]}
+    found = exports.READER.decode(msgspec.msgpack.encode(message))
+    assert found == exports.Grant(generation=7, regions=(exports.GrantedRegion(9, 8, "GPU-12345678", b"h" * 64),))
+    with pytest.raises(TransferFailed, match="not a message"):
+        exports.READER.decode(msgspec.msgpack.encode({**message, "regions": [region]}))
 
 
 def test_memory_on_another_gpu_is_a_peers(
@@ -335,12 +356,12 @@ def test_memory_on_another_gpu_is_a_peers(
     exporter.export([torch.zeros(8)])
     importer.open(exporter.address(), 3, 1, [0], OPEN_S)
     assert not importer.remote(3, 0)
-    monkeypatch.setattr(exported, "device_name", lambda _: "mine")
+    monkeypatch.setattr(exports, "device_name", lambda _: "mine")
     opened = importer._exporters[3]
     monkeypatch.setattr(opened.__class__, "_opened", lambda _, granted: torch.zeros(granted.nbytes, dtype=torch.uint8))
-    grant = wire.Grant(
-        1, tuple(wire.GrantedRegions(at, wire.CUDA, 64, uuid, b"") for at, uuid in ((1, "mine"), (2, "its")))
-    )
+    handle = b"h" * 64
+    regions = tuple(exports.GrantedRegion(at, 64, uuid, handle) for at, uuid in ((1, "mine"), (2, "its")))
+    grant = exports.Grant(generation=1, regions=regions)
 
     opened._take(grant, (1, 2), [])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane.memory.cuda_driver import Driver
+from weightbus.dataplane.memory.cuda_memory import Driver
 
 MEMORY_TYPE, MAPPED = 2, 13
 INVALID_VALUE, INVALID_CONTEXT = 1, 201
