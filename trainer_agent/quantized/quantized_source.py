@@ -14,6 +14,7 @@ lie: shard to shard, with no bucket.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -158,7 +159,6 @@ class ReadableQuantizedSource(QuantizedSource):
         """As `QuantizedSource`."""
         super().__init__(source, quantization, stored, served)
         self._readable = source
-        self._resident: ResidentQuantization | None = None
 
     @property
     def rank(self) -> int:
@@ -175,52 +175,48 @@ class ReadableQuantizedSource(QuantizedSource):
 
     def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         """Shards that this rank quantizes, once in the group, and all of its unquantized shards."""
-        return self._resident_quantization().shards.ordered(tensors)
+        return self._resident.shards.ordered(tensors)
 
     def prepare(self) -> None:
         """Begin to quantize this rank's tensors as they are now. Collective; see `PreparingSource`."""
-        self._resident_quantization().prepare()
+        self._resident.prepare()
 
     def memory(self, *, prepared: bool = False) -> Sequence[torch.Tensor]:
         """This rank's tensors, and behind them what they are quantized into, as they are now. Collective.
 
         `prepared`: as of the last `prepare`.
         """
-        resident = self._resident_quantization()
         if not prepared:
-            resident.prepare()
-        return resident.memory
+            self._resident.prepare()
+        return self._resident.memory
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
         """Shards of `local_shards` whose checksums are accumulated; see `SummingSource`."""
-        resident = self._resident_quantization()
+        resident = self._resident
         number = {spec.name: index for index, spec in enumerate(tensors)}
         of = np.array([number[name] for name in resident.sums_of], np.int64)
         return FusedDigests(resident.summed.ordered(tensors), of)
 
     def sums(self) -> Lanes:
         """(2, checksums of `summed`) uint64, as of the last `prepare`. Blocks until it has ended."""
-        return self._resident_quantization().sums()
+        return self._resident.sums()
 
     def ready_parts(self) -> ArenaParts | None:
         """Parts of `memory` with ready flags; see `FlaggingSource`."""
-        return self._resident_quantization().parts
+        return self._resident.parts
 
     def ready_round(self) -> int:
         """Value of the ready flags since the last `prepare`."""
-        return self._resident_quantization().round
+        return self._resident.round
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
         """Gather `blob` of every rank, by rank. Collective."""
         return self._readable.collect(blob)
 
-    def _resident_quantization(self) -> ResidentQuantization:
-        if self._resident is None:
-            manifest = Manifest.of(self.model, self.tensors())
-            self._resident = ResidentQuantization(
-                WeightDivision.of(manifest, self.weights, self._readable.shards), self._readable
-            )
-        return self._resident
+    @cached_property
+    def _resident(self) -> ResidentQuantization:
+        manifest = Manifest.of(self.model, self.tensors())
+        return ResidentQuantization(WeightDivision.of(manifest, self.weights, self._readable.shards), self._readable)
 
 
 @runtime_checkable

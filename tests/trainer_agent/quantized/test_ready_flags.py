@@ -76,18 +76,18 @@ def test_marks_are_set_behind_what_they_speak_of(monkeypatch: pytest.MonkeyPatch
     for world in (tensor_parallel(48), tensor_parallel(40)):
         sources = sources_of(world, small(fp8_block((16, 16))))
         for source in sorted(sources, key=lambda each: each.root):
-            resident = source._resident_quantization()
+            resident = source._resident
             for _ in range(2):
                 check_round(monkeypatch, resident)
 
 
 def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization) -> None:
     shown: list[tuple[list[int], torch.Tensor]] = []
-    mark = ResidentQuantization._set_flag
+    mark = ReadyFlags.set
 
-    def watched(self: ResidentQuantization, part: int) -> None:
-        shown.append((self._flags.of(self._arena).tolist(), self._arena.clone()))
-        mark(self, part)
+    def watched(self: ReadyFlags, arena: torch.Tensor, part: int, value: int) -> None:
+        shown.append((self.of(arena).tolist(), arena.clone()))
+        mark(self, arena, part, value)
 
     begun: list[list[int]] = []
     quantize = ResidentQuantization._quantize
@@ -98,7 +98,7 @@ def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization)
         quantize(self, index, out)
 
     with monkeypatch.context() as watching:
-        watching.setattr(ResidentQuantization, "_set_flag", watched)
+        watching.setattr(ReadyFlags, "set", watched)
         watching.setattr(ResidentQuantization, "_quantize", first)
         resident.prepare()
     parts = resident.parts
@@ -120,7 +120,7 @@ def test_every_result_lies_in_a_part() -> None:
     for source in sources_of(tensor_parallel(48), small(fp8_block((16, 16)))):
         assert isinstance(source, PreparingSource)
         source.prepare()
-        parts, resident = source.ready_parts(), source._resident_quantization()
+        parts, resident = source.ready_parts(), source._resident
         assert parts is not None
         base = resident._work.base
         memory = source.memory(prepared=True)
