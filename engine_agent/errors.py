@@ -1,22 +1,7 @@
 """Errors between the engine agent and its server, by the party at fault.
 
-EngineAgentError
-    UnknownDialect      (engines/sglang) this SGLang version was never checked: name a dialect, or pin a known version
-    NotTrusted          no trainer that this engine trusts published that version, or not after the one it serves
-    NothingToGive       the server cannot give memory back, or must not now
-    CalledOff           the result of this operation is not needed any more
-    UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
-    StateUnreadable     the state folder holds something this version did not write
-    StateUnwritable     (also a ConfigurationError) nothing can be kept in the state folder
-    StateInUse          (also a ConfigurationError) another agent keeps the record of this engine
-    KeyFileUnusable     (also a ConfigurationError) a file does not hold the server's key
-    ServerInUse         (also a ConfigurationError) another agent of this host stands beside this server
-    ServerError         (also a TransferFailed) the server did not do what it was asked
-        ServerUnreachable   no connection, or it broke before an answer came
-        ServerSilent        no answer within the deadline; what was asked may still happen
-        AnotherGeneration   the server was launched anew; the one that was meant is no more
-        ServerRefused       the server answered and said no
-        WrongWeights        the server said yes, and its live weights are not the ones that were sent
+A `ConfigurationError` ends the start of a sidecar, a `ServerError` is the server's, the others are of one operation.
+`UnknownDialect` (engines/sglang) is one more.
 """
 
 from pathlib import Path

@@ -4,17 +4,18 @@ Decides nothing about rounds. Every error becomes an `OperationFailed` with the 
 sidecar, because only the sidecar knows that a server must stay paused.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
+from weightbus.control.bus import BusClient
 from weightbus.control.log import get_log
 from weightbus.control.protocol import (
-    AgentId,
     Digest,
     Endpoint,
     HeldVersion,
@@ -85,15 +86,18 @@ _ALIVE_S: Final = 5.0
 LOOK_S: Final = 10.0
 """For a server that may be dead or stand still to generate something: a check of that takes one to two seconds."""
 
+VERIFY_S: Final = 240.0
+"""Less than the coordinator's ``verify_s``: a failure with its reason is worth more than a time-out."""
+_PROOF_S: Final = 15.0
+_PROOF_BYTES_S: Final = 1e8
+"""Far below the rate at which any machine digests: a slower server counts as stalled."""
+_ASK_S: Final = 2.0
+_LATELY_S: Final = 2.0
+"""A server whose workers did something within so many seconds is not asked."""
+_LOOK_S: Final = 10.0
+"""Deadline of the answer. A batch may have to end before it, as before a pause."""
+
 _log = get_log(__name__)
-
-
-class BlobSource(Protocol):
-    """Source of manifests and digest tables."""
-
-    def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = ...) -> bytes:
-        """The blob of that digest. Gives up, and raises `BlobCancelled`, once `unwanted` says so."""
-        ...
 
 
 class OperationExecutor:
@@ -111,7 +115,7 @@ class OperationExecutor:
         trust: AllowList | None = None,
     ) -> None:
         """Without `trust` nothing needs a signature."""
-        self.blobs: BlobSource | None = None
+        self.blobs: BusClient | None = None
         self.saved: SavedVersion | None = None
         """A version that lies in files, and may be asked for by its own commands (resync.py)."""
         self._name = name
@@ -128,10 +132,8 @@ class OperationExecutor:
         """Identity of a process generation, and the devices of its workers."""
         self._called_off = -1
         """Number of the last operation that was cancelled."""
-        self._signer: AgentId | None = None
-        """Signer of the publication that was trusted last."""
         self._believed: Prepare | None = None
-        """That publication."""
+        """The publication that was trusted last."""
         self._layouts: dict[str, Manifest] = {}
         self._table: tuple[tuple[str, str], DigestTable] | None = None
         """The last table that was read, by its manifest's digest and its own: the steps of a round read it again."""
@@ -245,10 +247,7 @@ class OperationExecutor:
         if (saved := self._saved(command.table)) is not None and command.publication_signature is None:
             command = _announced(command, saved)
         self._object(command.version, verify_publication(command, serving, self._trust.agents()))
-        self._signer, self._believed = (
-            (command.publication_signature.signer if command.publication_signature else None),
-            command,
-        )
+        self._believed = command
 
     def _object(self, version: int, objection: VerificationFailure | None) -> None:
         if objection is not None:
@@ -298,7 +297,9 @@ class OperationExecutor:
             if (saved := self._saved(command.table)) is None or command.offer.address != os.fspath(saved.path):
                 raise UnfitManifest(f"{command.offer.address} is not where this agent found the version")
         elif self._trust is not None:
-            self._object(command.version, verify_endpoint(command, self._signer, self._trust.agents()))
+            publication = self._believed and self._believed.publication_signature
+            signer = publication.signer if publication else None
+            self._object(command.version, verify_endpoint(command, signer, self._trust.agents()))
 
     def _believe_table(self, command: Transfer, tabled: Tabled | None) -> str:
         """The digest of the table that followed to `command`, which left it open. Raises unless it is believed."""
@@ -314,40 +315,38 @@ class OperationExecutor:
         self._table = (command.manifest, digest), table
         return digest
 
-    def _stage(self, command: Transfer, folder: str) -> None:
-        """Receive into a second buffer, if that is still possible. If not, `_receive` does it."""
-        started = time.monotonic()
+    def _session(self, command: Transfer, folder: str) -> TransferSession:
+        """The session of `command`, once its offer is believed and its version is known to fit."""
         self._active = None
         self._believe_offer(command)
-        self._go_on()
-        layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
-        self._go_on()
-        receiver = self._receivers.get(command.offer.transport.value)
-        if not isinstance(receiver, Stager):
-            return
-        self._active = receiver
-        session = TransferSession(command.channel, command.epoch, command.version, layout, table)
-        left = max(command.deadline_s - (time.monotonic() - started), 0.001)
-        receiver.stage(session, _address(command), self._name, left)
-
-    def _receive(self, command: Transfer, folder: str) -> Result:
-        started = time.monotonic()
-        self._settle_quietly(command.deadline_s)
-        self._active = None
-        self._server.clear_dirty()
-        self._believe_offer(command)
-        transport = transports.by_name(command.offer.transport)
-        if transport.loaded_by is LoadedBy.GROUP:
+        transport = command.offer.transport
+        if transports.by_name(transport).loaded_by is LoadedBy.GROUP:
             # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
             self._server.label(min(command.deadline_s, _ALIVE_S))
         self._go_on()
-        layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
-        kind = SAVED if _is_saved(command.offer) else command.offer.transport.value
+        layout, table = self._fit(command.manifest, command.table, transport, folder, command.deadline_s)
         self._go_on()
-        receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._receiver_of(kind))
-        self._active = receiver
-        session = TransferSession(command.channel, command.epoch, command.version, layout, table)
-        left = max(command.deadline_s - (time.monotonic() - started), 0.001)
+        return TransferSession(command.channel, command.epoch, command.version, layout, table)
+
+    def _stage(self, command: Transfer, folder: str) -> None:
+        """Receive into a second buffer, if that is still possible. If not, `_receive` does it."""
+        until = time.monotonic() + command.deadline_s
+        session = self._session(command, folder)
+        receiver = self._receivers.get(command.offer.transport.value)
+        if isinstance(receiver, Stager):
+            self._active = receiver
+            receiver.stage(session, _address(command), self._name, max(until - time.monotonic(), 0.001))
+
+    def _receive(self, command: Transfer, folder: str) -> Result:
+        until = time.monotonic() + command.deadline_s
+        self._settle_quietly(command.deadline_s)
+        self._server.clear_dirty()
+        session = self._session(command, folder)
+        kind = SAVED if _is_saved(command.offer) else command.offer.transport.value
+        if kind not in self._receivers:
+            self._receivers[kind] = SavedReceiver() if kind == SAVED else self._make(kind)
+        self._active = receiver = self._receivers[kind]
+        left = max(until - time.monotonic(), 0.001)
         self._server.resume_weights_memory(min(left, CALL_S))
         before = receiver.devices if isinstance(receiver, Sized) else ()
         try:
@@ -368,13 +367,10 @@ class OperationExecutor:
             for step, seconds in receiver.seconds.items():
                 self._metrics.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
         followed = "" if command.table else self._believe_table(command, receipt.tabled)
-        proves_itself = receipt.checked and transport.loaded_by is LoadedBy.LOADER
-        self._copied = layout if proves_itself else self._copied
+        proves_itself = receipt.checked and transports.by_name(command.offer.transport).loaded_by is LoadedBy.LOADER
+        self._copied = session.manifest if proves_itself else self._copied
         verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
         return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by, followed)
-
-    def _receiver_of(self, kind: str) -> Receiver:
-        return SavedReceiver() if kind == SAVED else self._make(kind)
 
     def _tell_remark(self, receiver: Receiver) -> None:
         """Log a remark once."""
@@ -410,12 +406,12 @@ class OperationExecutor:
 
     def _end_update_quietly(self) -> None:
         """Close the session after a failure, which is reported in place of any error here."""
-        if not self._worker_health.answers(self._generation, self._active):
-            return
-        try:
-            self._server.end_update(LOOK_S)
-        except ServerError as error:
-            _log.warning("end_weight_update_failed", reason=str(error))
+        with contextlib.suppress(TransferFailed):  # a call that is known to be in vain is not made
+            self._worker_health.require(self._generation, self._active)
+            try:
+                self._server.end_update(LOOK_S)
+            except ServerError as error:
+                _log.warning("end_weight_update_failed", reason=str(error))
 
     # -- verification, release -----------------------------------------------------------------------------------------
 
@@ -512,18 +508,6 @@ def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]]) -> 
         raise WrongWeights("weights_checker", f"{len(found)} ranks reported, the digest table is for others")
 
 
-VERIFY_S: Final = 240.0
-"""Less than the coordinator's ``verify_s``: a failure with its reason is worth more than a time-out."""
-_PROOF_S: Final = 15.0
-_PROOF_BYTES_S: Final = 1e8
-"""Far below the rate at which any machine digests: a slower server counts as stalled."""
-_ASK_S: Final = 2.0
-_LATELY_S: Final = 2.0
-"""A server whose workers did something within so many seconds is not asked."""
-_LOOK_S: Final = 10.0
-"""Deadline of the answer. A batch may have to end before it, as before a pause."""
-
-
 class WorkerHealth:
     """Worker health of one server, over its process generations. Used from one thread.
 
@@ -546,9 +530,7 @@ class WorkerHealth:
         self._moved = None
         if isinstance(error, WorkerDied):
             self._died = generation, error.rank
-        if isinstance(
-            error, ServerSilent | DeadlineExceeded
-        ):  # the latter may be of another party: the server is asked then
+        if isinstance(error, ServerSilent | DeadlineExceeded):  # which may be another party's: the server is asked then
             self._silent = generation
 
     def moved(self, generation: str) -> None:
@@ -562,16 +544,16 @@ class WorkerHealth:
         other engines of the round are paused.
         """
         if self._silent == generation:
-            return self.ask(generation)
+            self.ask(generation)
+            return
         if self._moved is not None and self._moved[0] == generation and time.monotonic() - self._moved[1] < _LATELY_S:
-            return None
+            return
         try:
             self._server.answers(_LOOK_S)
-        except ServerSilent:
-            raise
-        except ServerError:
-            return None  # a pause will show soon enough
-        return self.moved(generation)
+            self.moved(generation)
+        except ServerError as error:
+            if isinstance(error, ServerSilent):
+                raise  # any other failure shows soon enough in the pause
 
     def require(self, generation: str, receiver: Receiver | None) -> None:
         """Raise `TransferFailed` where a call to `generation` would be in vain, as known here or to `receiver`."""
@@ -585,14 +567,6 @@ class WorkerHealth:
         if self._silent == generation:
             self._server.answers(_ASK_S)
         self._silent = None
-
-    def answers(self, generation: str, receiver: Receiver | None) -> bool:
-        """Whether calls to `generation` may be answered, as far as known."""
-        try:
-            self.require(generation, receiver)
-        except TransferFailed:
-            return False
-        return True
 
 
 def proof_s(nbytes: int) -> float:

@@ -49,7 +49,7 @@ def forget() -> None:
     """Let go of all memory of trainers; it is opened, and the loader traced, again when needed."""
     for state in _states.values():
         with state.busy:
-            state.close()
+            state.forget()
     _states.clear()
 
 
@@ -96,9 +96,7 @@ def _follow(state: WorkerState, path: str) -> None:
         frames.close()
 
 
-def _obey(  # noqa: PLR0911  one for each message
-    state: WorkerState, message: wire.ToWorker, called_off: Callable[[], bool]
-) -> wire.ToSidecar:
+def _obey(state: WorkerState, message: wire.ToWorker, called_off: Callable[[], bool]) -> wire.ToSidecar:
     """Carry out one message and return the reply, failures too. `called_off` tells that the sidecar has cancelled."""
     began = time.perf_counter()
     try:
@@ -106,24 +104,21 @@ def _obey(  # noqa: PLR0911  one for each message
             case wire.RecordTrace():
                 trace = state.trace_load(message, _rank())
                 return wire.TraceRecorded(recording=trace.encode(), seconds=time.perf_counter() - began)
-            case wire.Form():
-                state.form_group(message)
-                return wire.PlanInstalled(seconds=time.perf_counter() - began)
-            case wire.Prove():
-                state.warm(message)
-                return wire.PlanInstalled(seconds=time.perf_counter() - began)
-            case wire.InstallPlan():
-                state.install_plan(message)
-                return wire.PlanInstalled(seconds=time.perf_counter() - began)
             case wire.ExecutePlan():
                 return state.execute_plan(message, called_off)
-            case wire.Expect():
-                state.expect(message, _rank())
-                return wire.PlanInstalled(seconds=time.perf_counter() - began)
             case wire.Swap():
                 return state.swap()
+            case wire.Form():
+                state.form_group(message)
+            case wire.Prove():
+                state.warm(message)
+            case wire.InstallPlan():
+                state.install_plan(message)
+            case wire.Expect():
+                state.expect(message, _rank())
             case _:
                 return wire.Failed(reason=f"{message.kind} is not for the loader", touched=state.touched)
+        return wire.PlanInstalled(seconds=time.perf_counter() - began)
     except Exception as error:  # noqa: BLE001 - see above
         _log.exception("weightbus: %s failed", message.kind)
         reason = f"{type(error).__name__}: {error}"[:2048]

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import numpy as np
@@ -106,7 +105,7 @@ class WorkerState:
     def hello(self, rank: int) -> wire.Hello:
         """Greeting to the sidecar. A model whose tensors were replaced since has neither trace nor plan."""
         if not self._held.in_place():
-            self._forget()
+            self.forget()
         plan = self._plan
         return wire.Hello(
             rank=rank,
@@ -131,7 +130,7 @@ class WorkerState:
     def trace_load(self, message: wire.RecordTrace, rank: int) -> LoadTrace:
         """Trace the model's loader, unless that was done with these tensors and the model is as it was."""
         known, report = self._trace, self._report
-        self._forget()
+        self.forget()
         trace = None
         if known is not None and known.rank == rank and known.targets == self._held.targets:
             trace = known.reordered(message.tensors)
@@ -163,7 +162,13 @@ class WorkerState:
         if self._held.device.type == "cuda":
             report.warm()
             if message.sent:
-                start_thread(partial(_warmed, self._held.device), "weightbus-warm").join(_WARM_S)
+                start_thread(self._load_nccl, "weightbus-warm").join(_WARM_S)
+
+    def _load_nccl(self) -> None:
+        try:
+            warm(self._held.device)
+        except Exception as error:  # noqa: BLE001  the first group loads it then, or fails with the reason
+            _log.info("weightbus: NCCL was not loaded ahead: %s", error)
 
     def install_plan(self, message: wire.InstallPlan) -> None:
         """Take a plan. The memory that it reads is opened at the first execution."""
@@ -271,9 +276,13 @@ class WorkerState:
             self._unbind()
             self._importer.close()
 
-    def close(self) -> None:
-        """Close the trainer's memory, and drop every plan."""
-        self._forget()
+    def forget(self) -> None:
+        """Close the trainer's memory, and drop everything that refers to tensors which may have been replaced."""
+        self._unbind()
+        self._hang_up()
+        self._importer.close()
+        self._layout, self._plan, self._report, self._trace = "", None, None, None
+        self._held = ModelTensors(self._model)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -347,14 +356,6 @@ class WorkerState:
             self._bound.marks.close()
             self._bound = None
 
-    def _forget(self) -> None:
-        """Drop everything that refers to tensors which may have been replaced."""
-        self._unbind()
-        self._hang_up()
-        self._importer.close()
-        self._layout, self._plan, self._report, self._trace = "", None, None, None
-        self._held = ModelTensors(self._model)
-
 
 def _wanted(called_off: Callable[[], bool]) -> Callable[[], None]:
     def check() -> None:
@@ -362,13 +363,6 @@ def _wanted(called_off: Callable[[], bool]) -> Callable[[], None]:
             raise PeerLost("the sidecar hung up, or gave up, while what it wants copied was still made")
 
     return check
-
-
-def _warmed(device: torch.device) -> None:
-    try:
-        warm(device)
-    except Exception as error:  # noqa: BLE001  the first group loads it then, or fails with the reason
-        _log.info("weightbus: NCCL was not loaded ahead: %s", error)
 
 
 def _made(plan: wire.InstallPlan, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, ArenaRegion]]:

@@ -70,11 +70,7 @@ class HttpClient:
             raise ServerRefused(path, response.status, _reason(response))
         return answer
 
-    def post(self, path: str, deadline_s: float) -> None:
-        """POST without a body, admin key; the answer's content does not matter."""
-        self._call("POST", path, None, deadline_s, admin=True)
-
-    def order(self, path: str, body: Mapping[str, object], deadline_s: float) -> None:
+    def post(self, path: str, body: Mapping[str, object] | None, deadline_s: float) -> None:
         """POST `body` with the admin key; the answer's content does not matter."""
         self._call("POST", path, body, deadline_s, admin=True)
 
@@ -97,8 +93,7 @@ class HttpClient:
     def _call(
         self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
     ) -> httpcore.Response:
-        started = time.monotonic()
-        failed = True
+        started, failed = time.monotonic(), True
         try:
             response = self._request(method, path, body, deadline_s, admin=admin)
             failed = response.status != HTTPStatus.OK

@@ -72,10 +72,12 @@ def invitation(path: str, ranks: int) -> list[str]:
 
 def _nothing() -> _Call:
     """A tensor without elements: SGLang moves whatever it is given to its device."""
-    storage = _Call(_Name(_REDUCTIONS, "rebuild_storage_empty"), _UNTYPED)
+    return _flat(_Call(_Name(_REDUCTIONS, "rebuild_storage_empty"), _UNTYPED), 0)
+
+
+def _flat(storage: _Call, nbytes: int) -> _Call:
     typed = _Call(_Name(_REDUCTIONS, "rebuild_typed_storage"), storage, _UINT8)
-    size = _Call(_SIZE, (0,))
-    return _Call(_Name(_REDUCTIONS, "rebuild_tensor"), _TENSOR, typed, (0, size, (1,), False))
+    return _Call(_Name(_REDUCTIONS, "rebuild_tensor"), _TENSOR, typed, (0, _Call(_SIZE, (nbytes,)), (1,), False))
 
 
 def _metadata(bucket: SharedBucket) -> list[_Node]:
@@ -94,16 +96,9 @@ def _tensor(bucket: SharedBucket) -> _Call:
     """A flat tensor over the bucket's bytes, which may be fewer than the memory holds."""
     memory = bucket.memory
     if isinstance(memory, HostMemory):
-        return _host_tensor(memory, bucket.spec.nbytes)
+        rebuild = _Name(_REDUCTIONS, "rebuild_storage_filename")
+        return _flat(_Call(rebuild, _UNTYPED, memory.manager, memory.handle, memory.nbytes), bucket.spec.nbytes)
     return _cuda_tensor(memory, bucket.spec.nbytes)
-
-
-def _host_tensor(memory: HostMemory, nbytes: int) -> _Call:
-    rebuild = _Name(_REDUCTIONS, "rebuild_storage_filename")
-    storage = _Call(rebuild, _UNTYPED, memory.manager, memory.handle, memory.nbytes)
-    typed = _Call(_Name(_REDUCTIONS, "rebuild_typed_storage"), storage, _UINT8)
-    size = _Call(_SIZE, (nbytes,))
-    return _Call(_Name(_REDUCTIONS, "rebuild_tensor"), _TENSOR, typed, (0, size, (1,), False))
 
 
 def _cuda_tensor(memory: CudaMemory, nbytes: int) -> _Call:

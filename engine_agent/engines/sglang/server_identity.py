@@ -15,9 +15,9 @@ from weightbus.dataplane.copy import copy_streams_setting
 from weightbus.dataplane.errors import Unsupported
 
 from ..interface import EngineFacts
-from ..local_process import environment_of, listener, workers_of as processes_of
+from ..local_process import environment_of, listener
 
-_WORKER: Final = b"sglang::scheduler"
+WORKER: Final = b"sglang::scheduler"
 """What SGLang calls the processes of its workers."""
 _MOVING: Final = {"enable_eplb": "--enable-eplb", "elastic_ep_backend": "--elastic-ep-backend"}
 """What has SGLang put experts elsewhere after it has loaded them (`EPLBManager`, `ElasticEPStateManager`)."""
@@ -77,11 +77,6 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         misset=_misset(process),
         gpus=_gpus(server_info),
     )
-
-
-def workers_of(pid: int) -> dict[int, int]:
-    """The processes of SGLang's workers below the server's, with their start times, as far as they can be seen here."""
-    return processes_of(pid, _WORKER)
 
 
 def _misset(process: tuple[int, int] | None) -> str:

@@ -24,14 +24,14 @@ from ...errors import AnotherGeneration, NothingToGive, ServerError, ServerRefus
 from ...state_file import write_durably
 from .. import checkpoint_spec
 from ..interface import CALL_S, Engine, Limitation, Observer
-from ..local_process import loopback_of, start_time
+from ..local_process import loopback_of, start_time, workers_of
 from ..registry import EngineConnection, Keys
 from . import compatibility
 from .compatibility import Dialect, dialect_of
 from .group_watchdog import GroupWatchdog
 from .http_client import HttpClient
 from .pickle_payload import LOAD_FORMAT, LOADER, invitation, serialized
-from .server_identity import ServerFacts, facts_of, workers_of
+from .server_identity import WORKER, ServerFacts, facts_of
 
 LIVE_ON_CPU: Final = "sglang-sha256-8"
 """Digests that weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
@@ -164,7 +164,7 @@ class SGLangServer:
     def workers(self) -> Mapping[int, int]:
         """Start time of each worker by its process id; none of a server that lives on without some of its workers."""
         facts = self.facts
-        return workers_of(facts.process[0]) if facts.process and not facts.moves_experts else {}
+        return workers_of(facts.process[0], WORKER) if facts.process and not facts.moves_experts else {}
 
     # -- what fits it
 
@@ -260,7 +260,7 @@ class SGLangServer:
         refused: ServerRefused | None = None
         while (left := until - time.monotonic()) > 0 or refused is None:
             try:
-                return self._wire.post("/flush_cache", max(left, 0.001))
+                return self._wire.post("/flush_cache", None, max(left, 0.001))
             except ServerRefused as error:
                 refused = error
             except ServerSilent:
@@ -303,7 +303,7 @@ class SGLangServer:
         """release_memory_occupation, of everything. After `prepare_release`: a server that is not idle ends by it."""
         self._memory.note_released()
         try:
-            self._wire.order("/release_memory_occupation", {"tags": list(TAGS)}, deadline_s)
+            self._wire.post("/release_memory_occupation", {"tags": list(TAGS)}, deadline_s)
         except ServerRefused:
             for tag in TAGS:
                 self._memory.note_resumed(tag)
@@ -322,7 +322,7 @@ class SGLangServer:
     def _resume_memory(self, tags: Sequence[str], deadline_s: float) -> None:
         for tag in self._memory.released:
             if tag in tags:
-                self._wire.order("/resume_memory_occupation", {"tags": [tag]}, deadline_s)
+                self._wire.post("/resume_memory_occupation", {"tags": [tag]}, deadline_s)
                 self._memory.note_resumed(tag)
 
     # -- weights

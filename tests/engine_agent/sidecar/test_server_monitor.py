@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent.engines.local_process import start_time
+from weightbus.engine_agent.engines.local_process import start_time, workers_of
 from weightbus.engine_agent.engines.sglang import server_identity as identity
-from weightbus.engine_agent.engines.sglang.server_identity import workers_of
+from weightbus.engine_agent.engines.sglang.server_identity import WORKER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerUnreachable
 from weightbus.engine_agent.machine.events import ServerFound, ServerGone
@@ -82,7 +82,7 @@ def test_workers_are_known_by_name_and_parent(launches: list[Launch]) -> None:
     launches.append(Launch())
     for each in launches:
         workers = each.children[:2]
-        assert workers_of(each.process.pid) == {pid: start_time(pid) for pid in workers}
+        assert workers_of(each.process.pid, WORKER) == {pid: start_time(pid) for pid in workers}
 
 
 @pytest.mark.parametrize("idle", [False, True])

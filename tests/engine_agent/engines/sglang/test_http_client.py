@@ -70,7 +70,7 @@ def test_a_body_that_is_taken_a_little_at_a_time_ends_at_the_deadline_too() -> N
         server = HttpClient(f"http://127.0.0.1:{listener.getsockname()[1]}", Keys())
         began = time.monotonic()
         with contextlib.closing(server), pytest.raises(ServerSilent):
-            server.order("/load", {"payload": "x" * (64 << 20)}, 0.5)
+            server.post("/load", {"payload": "x" * (64 << 20)}, 0.5)
         assert time.monotonic() - began < 2.0
         over.set()
 
