@@ -15,24 +15,12 @@ from typing import Final, TypeAlias
 import msgspec
 
 from weightbus.dataplane.quantize import Quantization, UnknownScheme, hf_quantization_config as quantization_config
+from weightbus.dataplane.transports.disk import DTYPES
 
 from ..errors import UnfitManifest
 
 _HEADER_LIMIT: Final = 256 * 1024 * 1024
-_DTYPES: Final = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
+_DTYPES: Final = {stored: dtype for dtype, stored in DTYPES.items()}
 _DENSE: Final = frozenset({"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"})
 
 _CONFIG: Final = "config.json"
@@ -79,6 +67,13 @@ class _Config(msgspec.Struct, frozen=True):
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
     """The file of each tensor."""
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """An entry in the header of a safetensors file."""
+
+    dtype: str = ""
+    shape: Shape = ()
 
 
 def expected(folder: Path) -> Expected:
@@ -142,11 +137,9 @@ def _headers(folder: Path) -> dict[str, tuple[Shape, str]]:
     found: dict[str, tuple[Shape, str]] = {}
     for path in _files(folder):
         for name, entry in _header(path).items():
-            shape, dtype = entry.get("shape"), _DTYPES.get(str(entry.get("dtype")))
-            if not isinstance(shape, list) or dtype is None:
-                raise UnfitManifest(f"{path}: tensor {name!r} has dtype {entry.get('dtype')!r}, which cannot travel")
-            sizes: list[object] = [*shape]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-            found[name] = (tuple(int(str(size)) for size in sizes), dtype)
+            if entry.dtype not in _DTYPES:
+                raise UnfitManifest(f"{path}: tensor {name!r} has dtype {entry.dtype!r}, which cannot travel")
+            found[name] = (entry.shape, _DTYPES[entry.dtype])
     return found
 
 
@@ -180,13 +173,13 @@ def _stamp(path: Path) -> _Stamp:
     return os.fspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _header(path: Path) -> dict[str, dict[str, object]]:
+def _header(path: Path) -> dict[str, _Stored]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_LIMIT:
             raise UnfitManifest(f"{path} is not a safetensors file: its header would take {length} bytes")
         try:
-            header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, object]])
+            header = msgspec.json.decode(file.read(length), type=dict[str, _Stored])
         except ValueError as error:
             raise UnfitManifest(f"{path} is not a safetensors file: {error}") from error
     header.pop("__metadata__", None)

@@ -166,8 +166,8 @@ class EngineAgent:
         self._stopping = threading.Event()
         """Set once the bus is closed on purpose: its errors are no failures."""
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
-        for each in exposed:
-            self._log.warning("key_file_exposed", setting=each.setting, reason=each.advice)
+        for setting, advice in exposed.items():
+            self._log.warning("key_file_exposed", setting=setting, reason=advice)
 
     def run(self) -> None:
         """Serve until `stop`. Raises the error that made it impossible to go on."""

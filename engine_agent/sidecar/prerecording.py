@@ -58,13 +58,8 @@ class Prerecorder:
         `remember_layout` gets the manifest of the last version that was copied here, if it may come again, or else the
         one that the checkpoint suggests.
         """
-        self._settings, self._server, self._view, self._post, self._remember_layout = (
-            settings,
-            server,
-            view,
-            post,
-            remember_layout,
-        )
+        self._settings, self._server, self._view = settings, server, view
+        self._post, self._remember_layout = post, remember_layout
         self._path = settings.state_dir / f"{settings.name}.manifest"
         self._kept = ""
         """Digest of the manifest that the file has."""
@@ -73,26 +68,22 @@ class Prerecorder:
         self._lock = threading.Lock()
         """Of what `close` looks at and sets."""
         self._prerecording: Prerecording | None = None
-        self._over = not settings.record_ahead
-        self._closed = False
-
-    @property
-    def over(self) -> bool:
-        """Nothing is recorded ahead, any more."""
-        return self._over
+        self.over = not settings.record_ahead
+        """True once nothing is recorded ahead any more."""
+        self._closed = threading.Event()
 
     def carry_out(self) -> None:
         """Never raises."""
         try:
             transports.preload(kind.value for kind in self._settings.transports)
-            if not self._over:
+            if not self.over:
                 self._record()
         except (EngineAgentError, DataplaneError, OSError, ValueError) as error:
             _log.info("not_recorded_ahead", reason=str(error) or type(error).__name__)
         except Exception:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("not_recorded_ahead")
-        self._over = True
-        self._post(Noticed(threading.Event()))
+        self.over = True
+        self._post(Noticed())
 
     def remember(self, copied: Manifest) -> None:
         """Keep the manifest of a version for the next life. Without it there are the checkpoint's files."""
@@ -107,7 +98,8 @@ class Prerecorder:
     def close(self) -> None:
         """Let the server go on."""
         with self._lock:
-            self._closed, prerecording = True, self._prerecording
+            self._closed.set()
+            prerecording = self._prerecording
         if prerecording is not None:
             prerecording.close()
 
@@ -115,7 +107,7 @@ class Prerecorder:
         facts, server = self._server.facts, self._server
         named = [transports.by_name(kind) for kind in self._settings.transports]
         ways = [each for each in named if each.in_place and each.name in server.transports()]
-        if not ways or self._closed:
+        if not ways or self._closed.is_set():
             return None
         checkpoint = self._settings.model_path or Path(facts.model_path)
         if objection := server.prerecording_objection(checkpoint):
@@ -127,8 +119,10 @@ class Prerecorder:
         began = time.monotonic()
         folder = self._settings.runtime_dir or default_runtime_dir()
         prerecording = Prerecording(folder, sent=not all(each.reads_memory for each in ways), ahead=self.ahead)
-        if not self._let_close(prerecording):
-            return None
+        with self._lock:
+            self._prerecording = prerecording
+            if self._closed.is_set():  # while files were read and the server was asked
+                return None
         try:
             models = prerecording.record(tensors, self._settings.name, server, _RECORD_S)
         finally:
@@ -138,12 +132,6 @@ class Prerecorder:
         seconds, unproven = round(time.monotonic() - began, 3), prerecording.unproven
         _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=seconds, unproven=unproven)
         return None
-
-    def _let_close(self, prerecording: Prerecording) -> bool:
-        """What `close` ends from now on; not, if it came while files were read and the server was asked."""
-        with self._lock:
-            self._prerecording = prerecording
-            return not self._closed
 
     def _idle(self) -> bool:
         if not self._server.idle(_ASK_S):

@@ -129,27 +129,14 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
-class ExposedSecret(msgspec.Struct, frozen=True):
-    """A key file that is readable by others than its owner."""
-
-    setting: str
-    path: Path
-    mode: int
-
-    @property
-    def advice(self) -> str:
-        """The finding and the remedy."""
-        return f"others may read it (mode {self.mode:04o}): chmod 600 {self.path}"
-
-
-def read_keys(settings: EngineAgentSettings) -> tuple[Keys, tuple[ExposedSecret, ...]]:
-    """The server's keys, and those of their files that others can read. Raises `KeyFileUnusable`."""
-    exposed: list[ExposedSecret] = []
+def read_keys(settings: EngineAgentSettings) -> tuple[Keys, dict[str, str]]:
+    """The server's keys, and what to do about files that others can read, by setting. Raises `KeyFileUnusable`."""
+    exposed: dict[str, str] = {}
     keys = Keys(
         api=_key("api_key_file", settings.api_key_file, settings.api_key, exposed),
         admin=_key("admin_api_key_file", settings.admin_api_key_file, settings.admin_api_key, exposed),
     )
-    return keys, tuple(exposed)
+    return keys, exposed
 
 
 def check_trust(given: EngineAgentSettings) -> None:
@@ -159,7 +146,7 @@ def check_trust(given: EngineAgentSettings) -> None:
         read_allow_list(allow_list_path(given.keys))
 
 
-def _key(setting: str, path: Path | None, given: str, exposed: list[ExposedSecret]) -> str:
+def _key(setting: str, path: Path | None, given: str, exposed: dict[str, str]) -> str:
     if path is None:
         return given
     try:
@@ -172,5 +159,5 @@ def _key(setting: str, path: Path | None, given: str, exposed: list[ExposedSecre
     if len(words) != 1:
         raise KeyFileUnusable(setting, path, f"holds {len(words)} words" if words else "is empty")
     if mode & _OTHERS:
-        exposed.append(ExposedSecret(setting, path, mode))
+        exposed[setting] = f"others may read it (mode {mode:04o}): chmod 600 {path}"
     return words[0]

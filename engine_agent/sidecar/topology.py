@@ -83,10 +83,8 @@ def places_of(facts: EngineFacts) -> tuple[ProcessLocation, ...]:
         return ()
     try:
         environment = environment_of(facts.process[0])
-        alone, nccl_host = (
-            environment.get(facts.ONE_GPU_VARIABLE, "").lower() in _YES,
-            environment.get(NCCL_HOSTID, ""),
-        )
+        alone = environment.get(facts.ONE_GPU_VARIABLE, "").lower() in _YES
+        nccl_host = environment.get(NCCL_HOSTID, "")
         return tuple(_placed(facts.gpus, gpus_visible_to(environment), nccl_host, alone=alone))
     except (OSError, GpuSurveyFailed, ValueError) as problem:
         _log.info("gpus_not_known", reason=str(problem))

@@ -207,11 +207,8 @@ class Tracer:
         if memory is None:
             value = _only_value(tensor) if identity_of(tensor) in self._born else None
             sources = self.numbered if self.current is None else (self.current,)
-            origin = (
-                constant(value)
-                if value is not None
-                else calculated(sources, NotCopiedCause.COMPUTED, "values that came from no tensor")
-            )
+            unknown = calculated(sources, NotCopiedCause.COMPUTED, "values that came from no tensor")
+            origin = unknown if value is None else constant(value)
             return [Write(Move(tuple(target.shape), here, here), origin)]
         found = memory.read(tensor.expand(target.shape), here)
         return [Write(each.move, each.origin.cast(target.dtype)) for each in found]

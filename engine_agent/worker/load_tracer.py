@@ -75,10 +75,8 @@ def trace_load(
                 return trace
             # What Python or torch makes of a number is not seen. With another number it is another trace.
             again, held, found = _attempt(model, load, tensors, left_out, _ANOTHER)
-            if (
-                not found
-                and LoadTraceBuilder(tensors, held, again, left_out).load_trace(rank).digest() == trace.digest()
-            ):
+            other = None if found else LoadTraceBuilder(tensors, held, again, left_out).load_trace(rank)
+            if other is not None and other.digest() == trace.digest():
                 return trace
             found |= _loaded(tracer.numbered, NotCopiedCause.READ, "item")
         if set(found) <= set(left_out):

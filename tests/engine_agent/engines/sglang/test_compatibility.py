@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from weightbus.dataplane.quantize import hf_quantization_config as quantization_
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec as checkpoint
 from weightbus.engine_agent.engines.sglang import compatibility as validate
-from weightbus.engine_agent.engines.sglang.compatibility import dialect_of
+from weightbus.engine_agent.engines.sglang.compatibility import DIALECTS, UnknownDialect, dialect_of, refusals
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.server_identity import ServerFacts, facts_of
 from weightbus.engine_agent.errors import UnfitManifest
@@ -378,3 +380,66 @@ def test_a_checkpoint_out_of_sight_is_refused_with_advice(tmp_path: Path) -> Non
     """Nothing is passed on unverified."""
     with pytest.raises(UnfitManifest, match="--model-path"):
         checkpoint.expected(tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    ("version", "sessions", "cpu"),
+    [
+        ("0.5.11", False, False),
+        ("0.5.12.post1", False, False),
+        ("0.5.20", False, False),
+        ("0.5.21", True, False),
+        ("0.5.23", True, True),
+    ],
+)
+def test_known_versions(version: str, sessions: bool, cpu: bool) -> None:
+    """Sessions from 0.5.21, checksums without a GPU from 0.5.23."""
+    dialect = dialect_of(version)
+    assert (dialect.sessions, dialect.cpu_checksums) == (sessions, cpu)
+
+
+@pytest.mark.parametrize("version", ["0.5.10", "0.5.24", "0.6.0", "0.5.23.dev7+gabc", "", "main"])
+def test_unknown_versions_are_refused_with_advice(version: str) -> None:
+    """A guess could end the server; the way around it is named."""
+    with pytest.raises(UnknownDialect, match="--dialect"):
+        dialect_of(version)
+    assert dialect_of(version, "0.5.23").name == "0.5.23"
+
+
+def test_ranges_follow_each_other() -> None:
+    """Every version from the first to the last belongs to exactly one dialect."""
+    for before, after in pairwise(DIALECTS):
+        assert after.first == (*before.last[:2], before.last[2] + 1)
+
+
+NEWEST = dialect_of("0.5.23")
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "said"),
+    [
+        (FP8, {}, ""),
+        (CHANNELS, {}, "transposes.*weight_block_size"),
+        (INT4, {}, "unpacks experts only"),
+        (FP8, {"device": "cpu"}, "serve the plain checkpoint"),
+    ],
+)
+def test_what_prepare_will_refuse_is_known_before(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    """By the served checkpoint alone, without a version."""
+    folder = stored_quantized(tmp_path / "m", config)
+    found = [*refusals(facts(**{"device": "cuda", **changes}), NEWEST, folder)]
+    assert len(found) == bool(said)
+    if said:
+        assert re.search(said, found[0])
+
+
+def test_a_plain_server_is_told_of_only_where_something_is_wrong(tmp_path: Path) -> None:
+    """A server that quantizes by itself, and a checkpoint that the sidecar does not see."""
+    folder = tiny_model.write(tmp_path / "m", 1)
+    assert [*refusals(facts(), NEWEST, folder)] == []
+    (reason,) = refusals(facts(device="cuda", quantization="fp8"), NEWEST, folder)
+    assert "--quantization fp8" in reason
+    (reason,) = refusals(facts(), NEWEST, tmp_path / "gone")
+    assert "--model-path" in reason
