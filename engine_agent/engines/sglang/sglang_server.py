@@ -10,8 +10,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -37,10 +38,8 @@ LIVE_ON_CPU: Final = "sglang-sha256-8"
 """Digests that weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
 LIVE_ON_GPU: Final = "sglang-fmix32-8"
 """... and for CUDA tensors: SGLang's gpu_tensor_hash (dataplane/digest/sglang_checksum.py predicts it)."""
+_Answer = TypeVar("_Answer")
 _JOIN: Final = "/init_weights_update_group"
-_REQUESTS: Final = ("num_running_reqs", "num_waiting_reqs")
-_TOKENS: Final = "num_used_tokens"
-"""In use, and not only cached. Also of a request in its prefill, which counts neither as running nor as waiting."""
 _FLUSH_STEP_S: Final = 0.1
 _LEFT: Final = 256
 """More than a session has groups: one for each stage of a pipeline."""
@@ -49,10 +48,7 @@ _LOOK_S: Final = 0.5
 
 
 class SGLangServer:
-    """Implements `Engine`. `identify` must come first.
-
-    One thread makes the calls; `alive`, `label`, `identify` and `abandon` may come from another.
-    """
+    """Implements `Engine`, which says what each call promises, and from which thread it may come."""
 
     def __init__(
         self, url: str, keys: Keys | None = None, dialect: str = "", memory: MemoryOccupation | None = None
@@ -84,17 +80,11 @@ class SGLangServer:
 
     def identify(self, deadline_s: float = CALL_S) -> ServerFacts:
         """Read what the server is, and choose the dialect. Raises `UnknownDialect` or `ServerError`."""
-        facts = facts_of(
-            self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s), self.url
-        )
+        server, model = self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s)
+        facts = facts_of(server, model, self.url)
         identity = self._memory.identity_of(facts.identity)
-        generation, reason = self._unrecordable
-        facts = msgspec.structs.replace(
-            facts,
-            identity=identity,
-            undefined=self._memory.undefined,
-            unrecordable=reason if generation == identity else "",
-        )
+        reason = self._unrecordable[1] if self._unrecordable[0] == identity else ""
+        facts = msgspec.structs.replace(facts, identity=identity, undefined=self._memory.undefined, unrecordable=reason)
         self._dialect = dialect_of(facts.version, self._override)
         if self._facts is not None and self._facts.identity != facts.identity:
             self._session, self._dirty = False, False
@@ -221,18 +211,15 @@ class SGLangServer:
 
         The answer is of the end of the last batch: a first batch of a long prompt does not show before its end.
         """
-        loads = self._wire.get("/v1/loads", deadline_s).get("loads")
-        if not isinstance(loads, list) or not loads:
-            raise ServerRefused("/v1/loads", 200, "no list of loads in the answer")
-        return not any(map(_requests_of, loads))  # pyright: ignore[reportUnknownArgumentType]
+        loads = _read("/v1/loads", self._wire.get("/v1/loads", deadline_s).get("loads"), list[_Load])
+        if not loads:
+            raise ServerRefused("/v1/loads", HTTPStatus.OK, "no list of loads in the answer")
+        return not any(each.num_running_reqs or each.num_waiting_reqs or each.num_used_tokens for each in loads)
 
     # -- pausing and labeling
 
     def look_ahead(self, deadline_s: float = CALL_S) -> None:
-        """Look now whether this is the process generation that is pinned: a pause may follow, and no request waits yet.
-
-        A look that fails changes nothing, but that `pause` has to look itself.
-        """
+        """Look now whether this is the process generation that is pinned. After a failed look `pause` looks itself."""
         if self._pinned:
             with contextlib.suppress(ServerError):
                 self._look(min(deadline_s, _LOOK_S))
@@ -285,10 +272,7 @@ class SGLangServer:
         return WEIGHTS in self._memory.released
 
     def prepare_release(self, deadline_s: float = CALL_S) -> ServerFacts:
-        """End every request and take another identity: the weights are about to be released.
-
-        Raises `NothingToGive` for a server that cannot release memory, or has none left to release.
-        """
+        """End every request and take another identity: the weights are about to be released."""
         if not self.facts.gives_back:
             raise NothingToGive(
                 "this server keeps its memory whatever it is asked: launch it with --enable-memory-saver"
@@ -358,10 +342,8 @@ class SGLangServer:
     def live_digests(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
         """By rank: the digest of every live parameter under SGLang's own names."""
         answer = self._wire.admin("/weights_checker", {"action": "checksum"}, deadline_s)
-        ranks = answer.get("ranks")
-        if not isinstance(ranks, list):
-            raise ServerRefused("/weights_checker", 200, "no list of ranks in the answer")
-        return [_checksums_of(rank) for rank in ranks]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        ranks = _read("/weights_checker", answer.get("ranks"), list[_Rank])
+        return [{name: str(value) for name, value in rank.checksums.items()} for rank in ranks]
 
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
         """update_weights_from_tensor with a bucket that every rank maps by itself."""
@@ -434,14 +416,11 @@ class SGLangServer:
         try:
             self._wire.admin("/destroy_weights_update_group", {"group_name": group}, deadline_s)
         except ServerRefused as refused:
-            if refused.status != 400:
+            if refused.status != HTTPStatus.BAD_REQUEST:
                 raise
 
     def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
-        """Have the watchdog leave these groups if this process ends or, while they are `used`, stands still.
-
-        False where it may have left the groups that were named before.
-        """
+        """Have the watchdog leave these groups if this process ends or, while they are `used`, stands still."""
         return self._watchdog.entrust(groups, used=used)
 
     def end_update(self, deadline_s: float = CALL_S) -> None:
@@ -523,21 +502,26 @@ def open_engine(connection: EngineConnection) -> Engine:
     return SGLangServer(connection.url, connection.keys, connection.dialect, memory)
 
 
-def _requests_of(load: object) -> int:
-    """How many requests one scheduler has, and tokens of requests."""
-    keys = [*_REQUESTS, *([_TOKENS] if isinstance(load, dict) and _TOKENS in load else [])]
-    counts: list[object] = [load.get(key) for key in keys] if isinstance(load, dict) else [None]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    numbers = [count for count in counts if isinstance(count, int)]
-    if len(numbers) != len(counts):
-        raise ServerRefused("/v1/loads", 200, "no numbers of requests in the answer")
-    return sum(numbers)
+class _Load(msgspec.Struct):
+    """What one scheduler has to do, of the answer of /v1/loads."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int = 0
+    """In use, not only cached. Also of a request in its prefill, which counts neither as running nor as waiting."""
 
 
-def _checksums_of(rank: object) -> dict[str, str]:
-    found: object = rank.get("checksums") if isinstance(rank, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if not isinstance(found, dict):
-        raise ServerRefused("/weights_checker", 200, "a rank without checksums in the answer")
-    return {str(name): str(value) for name, value in found.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+class _Rank(msgspec.Struct):
+    """Of the answer of /weights_checker."""
+
+    checksums: dict[str, str | int]
+
+
+def _read(path: str, answer: object, kind: type[_Answer]) -> _Answer:
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise ServerRefused(path, HTTPStatus.OK, f"not an answer of a known SGLang: {error}") from error
 
 
 WEIGHTS: Final = "weights"
@@ -570,7 +554,7 @@ class MemoryOccupation:
     def __init__(self, path: Path | None = None) -> None:
         """Kept in the file `path`; in memory alone without one. Raises `StateUnreadable`."""
         self._path = path
-        self._content = _read(path)
+        self._content = _released_in(path)
 
     @property
     def released(self) -> tuple[str, ...]:
@@ -606,7 +590,7 @@ class MemoryOccupation:
         self._content = content
 
 
-def _read(path: Path | None) -> _Released:
+def _released_in(path: Path | None) -> _Released:
     if path is None:
         return _Released()
     try:

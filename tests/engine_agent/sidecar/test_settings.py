@@ -67,8 +67,8 @@ def test_keys_are_no_flags(key: str) -> None:
 def test_keys_come_from_files(tmp_path: Path) -> None:
     """One line, whatever ends it; files for the owner alone are nothing to warn of."""
     one, two = written(tmp_path / "one", "first\n"), written(tmp_path / "two", "second")
-    assert read_keys(settings(api_key_file=str(one), admin_api_key_file=str(two))) == (Keys("first", "second"), ())
-    assert read_keys(settings()) == (Keys(), ())
+    assert read_keys(settings(api_key_file=str(one), admin_api_key_file=str(two))) == (Keys("first", "second"), {})
+    assert read_keys(settings()) == (Keys(), {})
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604])

@@ -44,7 +44,7 @@ def test_calls_under_way_end_with_it() -> None:
     """A sidecar that is to end while its server hangs in a call would wait for that call's deadline."""
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as thread:
         server, began = HttpClient(f"http://127.0.0.1:{silent.getsockname()[1]}", Keys()), time.monotonic()
-        call = thread.submit(server.order, "/load", {}, 60.0)
+        call = thread.submit(server.post, "/load", {}, 60.0)
         connection, _ = silent.accept()
         with connection:
             assert connection.recv(65536)
