@@ -57,7 +57,7 @@ def test_the_wheel_holds_every_module_of_the_tree(wheel: Path) -> None:
     assert {name for name in names(wheel) if not name.startswith("weightbus-")} == expected
 
 
-def test_the_wheel_touches_nobody_elses_names(wheel: Path) -> None:
+def test_the_wheel_touches_no_other_packages_names(wheel: Path) -> None:
     """Its only top-level name is weightbus."""
     top = {name.split("/")[0] for name in names(wheel)}
     assert {name for name in top if not name.endswith(".dist-info")} == {"weightbus"}

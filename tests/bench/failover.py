@@ -147,7 +147,7 @@ class Pair:
         return {"leader_s": led - began, "commit_s": committed - began}
 
     def roles(self) -> tuple[Coordinator, Coordinator]:
-        """Who leads, and who stands by; waits for both, since a page of a busy machine may come late."""
+        """The leader and the standby; waits for both, since a page of a busy machine may come late."""
         one, other = self.both
         orders = ((one, other), (other, one))
         found: list[tuple[Coordinator, Coordinator]] = []

@@ -27,7 +27,7 @@ class Hammer:
         self._said: dict[tuple[int, int], list[int]] = {}
         self.tokens = 0
         self.versions: set[int] = set()
-        """Whose tokens were seen."""
+        """Versions whose tokens were seen."""
         self.wrong: list[str] = []
         """Tokens that no complete version made, or another than their label says."""
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Who hears what is logged: our commands everything they asked for, somebody else's program what it asked for."""
+"""Log levels: our commands log what they asked for, a program that imports the package what it asked for."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_it_reads_as_it_was_written(view: str) -> None:
 
 @pytest.mark.usefixtures("_logs_as_before")
 @pytest.mark.parametrize("value", [HOSTILE, [HOSTILE], Exception(HOSTILE), Odd()])
-def test_the_log_for_people_obeys_nobody(capsys: pytest.CaptureFixture[str], value: object) -> None:
+def test_the_log_for_people_obeys_no_escape_sequence(capsys: pytest.CaptureFixture[str], value: object) -> None:
     """Values, events, what exceptions say, and lines of libraries."""
     configure_logging("info", "human")
     log = get_log("x")
@@ -188,7 +188,7 @@ def test_harmless_values_look_as_before(capsys: pytest.CaptureFixture[str]) -> N
     assert "all=['a', 'b c'] bare=x count=3 held=None path=PosixPath('/a b') words='two words'" in told
 
 
-def test_errors_of_the_command_line_obey_nobody(
+def test_errors_of_the_command_line_obey_no_escape_sequence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a coordinator or a server answered may be in them: in the line, and in the traceback."""

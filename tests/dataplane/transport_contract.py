@@ -183,7 +183,7 @@ class TransportContract:
         assert set(sender.failed) == {"e0"}
         sender.close()
 
-    def test_whoever_does_not_come_is_named(
+    def test_a_peer_that_does_not_come_is_named(
         self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]
     ) -> None:
         """Absentees cost `join_s`, not the deadline; those who came are served, unless they are a collective."""
@@ -209,7 +209,7 @@ class TransportContract:
             assert engine.server.weights == [wanted(manifest, session.version)]
         sender.close()
 
-    def test_whoever_is_withdrawn_is_not_waited_for(
+    def test_a_peer_that_is_withdrawn_is_not_waited_for(
         self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]
     ) -> None:
         """The wait for an engine ends when somebody knows that it will not come; a collective spares those who came."""

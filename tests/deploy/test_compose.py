@@ -94,7 +94,7 @@ def test_services_can_do_little(services: dict[str, Service], name: str) -> None
 
 
 def test_coordinator_is_not_root(services: dict[str, Service]) -> None:
-    """Whoever owns the keys, by default the image's user."""
+    """It runs as the owner of the keys, by default the image's user."""
     assert defaults(services["coordinator"]["user"]) == "10001:10001"
     assert services["coordinator"]["user"] == services["keygen"]["user"] == services["trust"]["user"]
 

@@ -39,7 +39,7 @@ def test_base_is_chosen_by_the_builder(dockerfile: list[Instruction]) -> None:
     assert [arguments.split()[0] for keyword, arguments in dockerfile if keyword == "FROM"] == ["${BASE}", "${BASE}"]
 
 
-def test_runs_as_nobody_in_particular(dockerfile: list[Instruction]) -> None:
+def test_runs_as_any_user(dockerfile: list[Instruction]) -> None:
     """The image's user is a number that is not root, so that an orchestrator can see that it is not."""
     user, group = only(last_stage(dockerfile), "USER").split(":")
     assert int(user) > 0

@@ -174,18 +174,18 @@ BACK_S = 240.0
 NOTICED_S = 60.0
 """For nobody to be sent to who stands still."""
 ATTEMPTS = 6
-"""Who goes on takes a moment to say so."""
+"""Rounds in which a victim that goes on may still not be known to."""
 
 
 class Cell(NamedTuple):
-    """Who is struck, in which phase of a round by which transport, and how."""
+    """The victim, the phase of a round and its transport, and the signal."""
 
     transport: str
     victim: str
     phase: str
     how: str
     engine: str
-    """Whose worker or sidecar, or whose sidecar is waited for."""
+    """The engine of the worker or sidecar that is struck, or of the sidecar that is waited for."""
 
     def __str__(self) -> str:
         whose = "" if self.victim in TRAINER else f" of {self.engine}"
@@ -390,7 +390,7 @@ class Client(threading.Thread):
 
 
 class Watch(threading.Thread):
-    """Who is on the ready list, when."""
+    """The ready list over time."""
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(daemon=True)
@@ -565,7 +565,7 @@ class Deaths:
         return found
 
     def _holds(self, cell: Cell) -> tuple[list[str], str]:
-        """Who stops where."""
+        """The program that is held, and its place."""
         joins = cell.transport == "distributed" and cell.engine in self._joined and cell.victim not in TRAINER
         holds = JOINED if joins else HOLDS[cell.transport][cell.victim]
         hold, point = holds[PHASES.index(cell.phase)].split()

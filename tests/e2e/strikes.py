@@ -115,7 +115,7 @@ class Strikes:
         return pid, let_go
 
     def disarm(self) -> None:
-        """Nobody stops any more."""
+        """No process stops any more."""
         for armed in self._folder.glob("*.armed"):
             armed.unlink(missing_ok=True)
 

@@ -49,7 +49,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deaths]:
 @pytest.mark.real
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", STRUCK, ids=str)
-def test_who_is_struck_stops_nobody_else(deployment: Deaths, cell: Cell) -> None:
+def test_a_victim_stops_no_other_process(deployment: Deaths, cell: Cell) -> None:
     """The others serve within the limit, one version or the other, whole; the victim comes back verified (F29, F30)."""
     found = deployment.carry_out(cell, returns=cell is not STRUCK[-1])
     deployment.require_in_time(cell, found)  # who is late has broken nothing: the next cell is tried
@@ -106,7 +106,7 @@ def test_what_was_measured_is_within_the_limits() -> None:
         assert took_s > limit.ended_by.seconds - HEARTBEAT_S, f"{cell}: {limit} does not explain {took_s} s"
 
 
-def test_who_takes_longer_is_told_how_long_and_which_deadline_explains_the_limit() -> None:
+def test_a_late_cell_says_how_long_it_took_and_which_deadline_explains_the_limit() -> None:
     """39 s after a death passed once."""
     limit = Limit(Wait(10.0, "lease_s"), 5.0)
     limit.require(15.0, "the others serve")

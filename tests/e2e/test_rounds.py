@@ -121,7 +121,7 @@ def test_a_published_version_is_served_bit_for_bit(
     assert [engine["lag"] for engine in channel["engines"].values()] == [0, 0]
 
 
-def test_an_engine_killed_mid_round_stops_nobody_and_comes_back_verified(
+def test_an_engine_killed_mid_round_stops_no_victim_and_comes_back_verified(
     fleet: Fleet, expected: dict[int, Answers]
 ) -> None:
     """The survivor serves the new version; the victim's next launch loads it from the files that the trainer kept.
@@ -251,7 +251,7 @@ def test_megatron_ranks_send_to_every_worker_what_it_stores(fleet: Fleet, expect
 def test_an_engine_lost_before_it_connects_is_not_waited_for(
     fleet: Fleet, expected: dict[int, Answers], version: int, victim: str, transport: str
 ) -> None:
-    """Nobody waits `JOIN_S` for it, re-drives are not needed for that, and the victim comes back verified."""
+    """No party waits `JOIN_S` for it, no retry is needed for that, and the victim comes back verified."""
     seed = version % SEEDS
     fleet.publish(version, seed, transport, hold_at=0, redrives=0)
     assert fleet.answer()["held"] == 0

@@ -214,7 +214,7 @@ def too_much(target: Target, floods: int) -> None:
             dealer.send_multipart(beat)
 
         def cut_off() -> bool:
-            """Who takes nothing for seconds is; what it said last is lost with the connection."""
+            """A peer that reads nothing for seconds is; its last messages are lost with the connection."""
             return target.metric("connections_total", event="closed") > closed
 
         target.wait_for(lambda: target.refused >= before + floods or cut_off())

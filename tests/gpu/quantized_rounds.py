@@ -77,7 +77,7 @@ def orchestrate(args: argparse.Namespace) -> int:
 
 
 def servers(args: argparse.Namespace) -> list[str]:
-    """Those that were asked for, or those that there is room for."""
+    """The servers that were asked for, or those that there is room for."""
     if args.servers:
         return list(args.servers)
     return [place for place in FIGURES if args.layers <= USUAL_LAYERS or place.startswith("peer")]

@@ -70,7 +70,7 @@ def seats(devices: int) -> dict[str, Any]:
 
 
 def put(file: Path, found: Mapping[str, Any]) -> None:
-    """Whoever waits for the file finds it whole."""
+    """Write a file that is whole from the moment that it is there."""
     file.with_suffix(".new").write_text(json.dumps(found))
     file.with_suffix(".new").rename(file)
 

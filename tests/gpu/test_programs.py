@@ -142,7 +142,7 @@ def test_a_source_that_is_to_be_gathered_has_no_stages() -> None:
     assert not isinstance(stages.Gathered(StagedSource()), PipelineSource)
 
 
-def test_nobody_shares_a_gpu_with_whom_it_is_in_a_group() -> None:
+def test_members_of_a_group_share_no_gpu() -> None:
     """A stage with the worker; who gathers with the other rank; and with enough GPUs nobody with anybody."""
     for devices in (2, 3, 8):
         engine, by_stage, gathered = stages.seats(devices).values()

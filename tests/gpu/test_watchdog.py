@@ -74,7 +74,7 @@ os._exit(0)
 
 
 @pytest.mark.gpu
-def test_a_peer_that_dies_ends_nobody(tmp_path: Path) -> None:
+def test_a_peer_that_dies_ends_no_rank(tmp_path: Path) -> None:
     """Neither at once, nor when the monitor of the first group would, which hears of errors of all groups."""
     program = tmp_path / "ends.py"
     program.write_text(PROGRAM)

@@ -52,7 +52,7 @@ from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 from weightbus.engine_agent.worker_loader import load
 
 LONGEST_S = 120.0
-"""Nobody is held for longer."""
+"""Longest time that a process is held."""
 _LAST = 16
 
 
@@ -121,7 +121,7 @@ class InPlace(FakeWeights):
         self.tensors = before
 
     def changed(self) -> None:
-        """Somebody wrote into it."""
+        """The memory was written into."""
         with self._whole:
             self._digest = b""
 

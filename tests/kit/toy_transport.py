@@ -46,7 +46,7 @@ class FolderSender:
         self._root = context.runtime_dir / f"toy-{context.channel}"
         self._folder: Path | None = None
         self._engines: set[str] = set()
-        """Those that have not confirmed the last bucket, and have not failed."""
+        """Receivers that have not confirmed the last bucket, and have not failed."""
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         self.close()

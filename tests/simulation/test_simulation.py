@@ -39,7 +39,7 @@ def test_no_seed_of_the_slice_breaks_a_promise() -> None:
 
 
 @pytest.mark.parametrize("seed", [3834, 25664])
-def test_who_repeats_a_report_that_does_not_arrive_is_not_taken_for_silent(seed: int) -> None:
+def test_an_engine_that_repeats_a_report_that_does_not_arrive_is_not_taken_for_silent(seed: int) -> None:
     """Into a cut link, for longer than the judge waits; it was a false alarm."""
     assert simulate(draw(seed)).violation == ""
 
@@ -84,7 +84,7 @@ def _somebody_is_apart(seed: int) -> bool:
     return any(engine.apart_from for engine in draw(seed).engines)
 
 
-def test_who_has_no_part_in_a_round_is_left_alone() -> None:
+def test_an_engine_that_has_no_part_in_a_round_is_left_alone() -> None:
     """An engine for which a trainer has no transport is among the storms, for all trainers and for some."""
     apart = [seed for seed in range(8 * SLICE) if _somebody_is_apart(seed)]
     assert [(each.seed, each.violation) for each in run_chunk(apart) if each.violation] == []

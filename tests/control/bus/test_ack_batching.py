@@ -118,7 +118,7 @@ def test_what_no_command_covers_is_said_after_a_while() -> None:
     assert acks.next_deadline() is None
 
 
-def test_who_serves_is_told_so_before_the_next_round_begins() -> None:
+def test_a_serving_engine_is_acknowledged_before_the_next_round_begins() -> None:
     """Nothing follows from `Serving`, so its `Ack` may wait; but its engine says nothing more before it came."""
     acks = owing(answer(Serving))
     assert not acks.urgent
@@ -148,7 +148,7 @@ def test_what_is_owed_waits_while_there_is_much_to_read_but_not_for_long() -> No
     assert len(list(acks.take_due(PROMPT_S, quiet=False))) == 1
 
 
-def test_who_is_told_something_else_is_told_what_it_is_owed_first() -> None:
+def test_an_agent_that_is_told_something_else_is_told_what_it_is_owed_first() -> None:
     """One packet for both, in this order, and none of another engine."""
     acks = owing(answer(Paused))
     acks.add([(TWO, answer(Paused, request="other"))], 0.0)

@@ -422,7 +422,7 @@ def test_blobs_travel_in_pages(there: Coordinator, client: BusClient) -> None:
     assert client.status() == b"{}"
 
 
-def test_a_blob_is_given_up_when_nobody_wants_it(
+def test_a_blob_that_is_not_wanted_any_more_is_given_up(
     there: Coordinator, client: BusClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before its deadline, also while a page does not come: no caller waits for an unneeded blob."""

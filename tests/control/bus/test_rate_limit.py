@@ -33,7 +33,7 @@ def test_a_flood_is_slowed_and_its_neighbor_is_not() -> None:
     assert limiter.account("neighbor").count_message(3.0) is RateDecision.TAKEN
 
 
-def test_who_goes_on_is_cut_off_until_it_was_quiet() -> None:
+def test_an_agent_that_goes_on_is_cut_off_until_it_was_quiet() -> None:
     """Everything is dropped as long as it goes on; after a pause it is an agent like any other."""
     limiter = RateLimiter(rate=10.0, burst=10, patience=20)
     said = [limiter.account("flood").count_message(0.0) for _ in range(40)]
@@ -45,7 +45,7 @@ def test_who_goes_on_is_cut_off_until_it_was_quiet() -> None:
     assert limiter.account("flood").count_message(2.5 * CUT_OFF_S + CUT_OFF_S + 0.1) is RateDecision.TAKEN
 
 
-def test_who_held_back_to_half_of_its_room_has_all_its_patience_again() -> None:
+def test_an_agent_that_held_back_to_half_of_its_room_has_all_its_patience_again() -> None:
     """Two floods that are too short each are not one that is long enough; and it is told of the second one too."""
     account = RateLimiter(rate=10.0, burst=10, patience=20).account("flood")
     first = [account.count_message(0.0) for _ in range(26)]
@@ -55,7 +55,7 @@ def test_who_held_back_to_half_of_its_room_has_all_its_patience_again() -> None:
     assert account.count_message(1.0) is RateDecision.TAKEN, "it is still listened to"
 
 
-def test_an_account_is_the_speaker_s_whoever_keeps_it() -> None:
+def test_an_account_is_the_speakers_in_every_store() -> None:
     """Two connections of one key have one rate; one that was forgotten while it was within it begins anew."""
     limiter = RateLimiter(rate=10.0, burst=10)
     first, second = limiter.account("key"), limiter.account("key")

@@ -358,7 +358,7 @@ def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> No
     assert [type(item) for item in found] == [TrustRevoked]
 
 
-def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
+def test_broken_list_cuts_every_agent(curve_bus: RouterBus, folder: Path) -> None:
     """In doubt no agent is trusted; the reason says what is wrong with the file (S7)."""
     (folder / ALLOW_LIST_FILE).write_text("nonsense")
     (found,) = until(lambda: curve_bus.poll(0.3))  # type: ignore[misc]  # a list of one
@@ -421,7 +421,7 @@ def test_stranger_is_refused(curve_bus: RouterBus, folder: Path, who: str) -> No
     assert _let_in(curve_bus, CurveFiles.of(folder, "friend"), patience_s=DEADLINE_S)
 
 
-def test_dead_authenticator_lets_nobody_in(curve_bus: RouterBus, folder: Path) -> None:
+def test_dead_authenticator_lets_no_agent_in(curve_bus: RouterBus, folder: Path) -> None:
     """When the thread that authenticates is gone, strangers and friends stay out, and the loop says so (S3)."""
     alive = curve_bus._authenticator
     assert alive is not None

@@ -135,7 +135,7 @@ def test_heartbeats_follow_the_welcome(joined: Conversation) -> None:
     assert joined.after(1.0) == (SendHeartbeat(2),)
 
 
-def test_who_is_answered_together_speaks_together_again(joined: Conversation) -> None:
+def test_an_agent_that_is_answered_together_speaks_together_again(joined: Conversation) -> None:
     """The next heartbeat follows the answer to the last, so that those of a fleet come in groups; or the clock."""
     assert joined.after(1.0) == (SendHeartbeat(1),)
     joined.now += 0.3
@@ -158,7 +158,7 @@ def test_one_heartbeat_in_three_is_to_be_answered(joined: Conversation) -> None:
 
 
 @pytest.mark.parametrize(("silence_s", "asked"), [(10.0, 1), (7.0, 1), (5.0, 3), (2.0, 3)])
-def test_who_must_hear_often_asks_often(talk: Conversation, silence_s: float, asked: int) -> None:
+def test_an_agent_that_must_hear_often_asks_often(talk: Conversation, silence_s: float, asked: int) -> None:
     """Three answers at least are due within the silence after which a connection is given up."""
     talk(Ticked())
     talk(
@@ -238,7 +238,7 @@ def test_forgotten_agent_says_hello_again_once(joined: Conversation) -> None:
     assert Transmit(ACQUIRE, None) in joined.welcome(boot=2)
 
 
-def test_a_welcome_to_an_earlier_hello_lets_nobody_in(joined: Conversation) -> None:
+def test_a_welcome_to_an_earlier_hello_lets_no_agent_in(joined: Conversation) -> None:
     """It may have been under way for long: only that to the last `Hello` is from a coordinator that knows the agent."""
     joined.ask()
     before = joined.key

@@ -72,7 +72,7 @@ class ScrawledStore:
 
 
 @pytest.mark.parametrize("written", [b"me", b"\xff", b"[1]", b""])
-def test_a_leader_s_key_that_says_nothing_is_somebody_s_all_the_same(written: bytes) -> None:
+def test_an_empty_leader_key_still_has_an_owner(written: bytes) -> None:
     """Standbys wait until it is gone, and say so; they do not end by it."""
     found = Election(cast("Etcd", ScrawledStore(written)), "wb", LeaderRecord("c0", ""), 5.0).stand()
     assert isinstance(found, LeaderRecord)

@@ -67,9 +67,7 @@ def test_a_user_in_the_address_is_refused() -> None:
         (None, 0o600, "cannot be read"),
     ],
 )
-def test_a_login_that_is_none_or_nobody_s_secret_is_refused(
-    tmp_path: Path, text: str | None, mode: int, said: str
-) -> None:
+def test_a_login_that_is_none_or_no_secret_is_refused(tmp_path: Path, text: str | None, mode: int, said: str) -> None:
     """By name, and without what it holds."""
     path = tmp_path / "login"
     if text is not None:

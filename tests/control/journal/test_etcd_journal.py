@@ -123,7 +123,7 @@ class TestEtcdJournalUnderAccessControl(JournalContract):
     def opens(self, with_login: Candidates) -> Callable[..., Journal]:
         return patient(with_login).lead
 
-    def test_who_does_not_say_who_it_is_reads_and_writes_nothing(self, locked_member: EtcdMember) -> None:
+    def test_a_coordinator_that_does_not_log_in_reads_and_writes_nothing(self, locked_member: EtcdMember) -> None:
         """Nor with another password, nor beside the keys that it was given."""
         for login, prefix in ((None, "test-a"), (Login("weightbus", "guessed"), "test-a"), (LOGIN, "others")):
             with contextlib.closing(Etcd((locked_member.address,), 2.0, login)) as etcd:
@@ -191,7 +191,7 @@ def test_a_leader_that_cannot_renew_stops_before_another_begins(candidates: Cand
         journal.confirm()
 
 
-def test_who_leads_is_known_to_the_others(candidates: Candidates) -> None:
+def test_the_leader_is_known_to_the_others(candidates: Candidates) -> None:
     """The loser of an election learns the name and the endpoint of the winner; a resignation makes room at once."""
     term = candidates.stand("c0")
     assert isinstance(term, Term)
@@ -330,7 +330,7 @@ def test_answers_do_not_fill_the_store(candidates: Candidates) -> None:
     again.close()
 
 
-def test_a_channel_is_forgotten_while_nobody_leads(
+def test_a_channel_is_forgotten_without_a_leader(
     candidates: Candidates, member: EtcdMember, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the command, which leads for a moment itself."""
@@ -347,7 +347,7 @@ def test_a_channel_is_forgotten_while_nobody_leads(
     again.close()
 
 
-def test_a_channel_that_somebody_has_written_meanwhile_is_not_forgotten(candidates: Candidates) -> None:
+def test_a_channel_that_was_written_meanwhile_is_not_forgotten(candidates: Candidates) -> None:
     """By a hand, or by a write that was given up: what it holds now was not looked at."""
     journal = candidates.lead()
     journal.write(taken(1))

@@ -182,7 +182,7 @@ def test_what_the_list_says_now_counts_and_not_what_it_said_at_the_hello(changed
     assert not_allowed(say(world, elsewhere, principal))
 
 
-def test_where_keys_are_used_nobody_speaks_without_one() -> None:
+def test_where_keys_are_used_no_agent_speaks_without_one() -> None:
     """Not at `Hello`, and not later on a connection that came with one: the machine does not lean on its sockets."""
     world = World()
     world.machine = Coordinator(world.limits, 1, Router(), keyed=True)

@@ -46,7 +46,7 @@ def test_wrong_bytes_are_refused_and_forgotten() -> None:
     assert blobs.put(name(b"right"), 0, 1, b"right").ok
 
 
-def test_who_cuts_otherwise_begins_anew() -> None:
+def test_a_blob_that_is_cut_otherwise_begins_anew() -> None:
     """Another life of a publisher, or of its release: pages of two cuts are no blob, and none of the first is kept."""
     blob = bytes(range(12))
     blobs = BlobCache(1000)
@@ -67,7 +67,7 @@ def test_pages_out_of_bounds_are_refused() -> None:
     assert blobs.held_bytes == 0
 
 
-def test_room_is_made_from_what_nobody_needs() -> None:
+def test_room_is_made_from_unpinned_blobs() -> None:
     """Pinned blobs stay; the longest unused other one goes first; when all is pinned the newcomer is refused."""
     blobs = BlobCache(30)
     old, used, pinned = (bytes([letter]) * 10 for letter in b"abc")

@@ -772,7 +772,7 @@ def test_a_burst_is_the_same_as_one_after_the_other() -> None:
     assert len(told[0]) == 4 + 1 + 1, "an Ack each, an Alive, and a Send"
 
 
-def test_who_replaces_an_agent_is_seated_before_the_rest_of_its_burst_is_read() -> None:
+def test_a_replacement_is_registered_before_the_rest_of_its_burst_is_read() -> None:
     """The one before it is lost first, which may move its round on; what comes behind the `Hello` is no stranger's.
 
     All of it waits behind a record that is being written.

@@ -120,7 +120,7 @@ def test_turns_stay_what_they_are_when_an_engine_goes(how: str) -> None:
     assert waves[6:] == [["e0"], ["e5", "e1"], ["e2", "e3"], ["e4", "e0"]]
 
 
-def test_who_waits_is_routed_to() -> None:
+def test_an_engine_that_waits_is_routed_to() -> None:
     """With the previous version, until its own wave: no engine ceases to be ready more than once in a round."""
     rolling = Rolling(3, 1)
     rolling.outcomes(1)
@@ -135,7 +135,7 @@ def test_who_waits_is_routed_to() -> None:
         assert unready <= 1
 
 
-def test_the_status_says_who_waits() -> None:
+def test_the_status_says_how_many_engines_wait() -> None:
     """How many may stand still, and in the metrics how many have not had their turn."""
     rolling = Rolling(3, 1)
     seen: list[tuple[int, float | None]] = []
@@ -155,7 +155,7 @@ def test_the_status_says_who_waits() -> None:
     assert seen == [(1, 1.0)]
 
 
-def test_who_was_behind_is_not_routed_to_while_it_waits() -> None:
+def test_an_engine_that_was_behind_is_not_routed_to_while_it_waits() -> None:
     """Waiting makes an old version no better: only what was committed right before is served on."""
     rolling = Rolling(2, 2)
     rolling.outcomes(1)
@@ -225,7 +225,7 @@ def test_the_log_says_why_a_round_stopped() -> None:
     assert "1 of 1 engines that were paused for version 2 do not serve" in lines[0]["reason"]
 
 
-def test_whose_agent_is_gone_stops_nobody() -> None:
+def test_an_engine_whose_agent_is_gone_stops_no_other() -> None:
     """It is no part of the fleet any more, and a large fleet loses an engine now and then."""
     rolling = Rolling(4, 1)
     rolling.outcomes(1)
@@ -236,7 +236,7 @@ def test_whose_agent_is_gone_stops_nobody() -> None:
     assert done.reason == ""
 
 
-def test_who_did_not_serve_before_stops_nobody() -> None:
+def test_an_engine_that_did_not_serve_before_stops_no_engine() -> None:
     """An engine that never gets well does not keep the others from each version that follows."""
     rolling = Rolling(4, 1, redrives=0)
     rolling.outcomes(1)
@@ -291,7 +291,7 @@ def test_a_catch_up_does_not_go_on_where_the_round_stopped(how: str, most: int) 
     assert len(rolling.world.ready) == 6
 
 
-def test_a_catch_up_risks_first_who_fell() -> None:
+def test_a_resync_risks_first_the_engine_that_fell() -> None:
     """Wherever it stood in the fleet: a serving engine would go down besides."""
     rolling = Rolling(4, 1, redrives=0)
     rolling.outcomes(1)
@@ -308,7 +308,7 @@ def test_a_catch_up_risks_first_who_fell() -> None:
     assert [engine.weights for engine in rolling.engines[1:]] == [1, 1, None]
 
 
-def test_who_is_told_that_the_round_stopped_has_time_to_answer() -> None:
+def test_an_engine_that_is_told_that_the_round_stopped_has_time_to_answer() -> None:
     """Though the wave before is over: it serves what it had, and is reported so."""
     rolling = Rolling(2, 1)
     rolling.outcomes(1)
@@ -317,7 +317,7 @@ def test_who_is_told_that_the_round_stopped_has_time_to_answer() -> None:
     assert rolling.outcomes(2) == ["quarantined", "aborted"]
 
 
-def test_who_is_about_to_serve_again_is_waited_for() -> None:
+def test_an_engine_that_is_about_to_serve_again_is_waited_for() -> None:
     """Before the first of the others has its turn: two would stand still else."""
     rolling = Rolling(3, 1, redrives=0)
     rolling.outcomes(1)
@@ -330,7 +330,7 @@ def test_who_is_about_to_serve_again_is_waited_for() -> None:
     assert max(rolling.still) == 1
 
 
-def test_who_is_slow_to_resume_is_waited_for_while_others_wait_for_their_turn() -> None:
+def test_an_engine_that_is_slow_to_resume_is_waited_for_while_others_wait_for_their_turn() -> None:
     """For as long as it may take: the next turn would have one more standing still, or the round stop for it."""
     rolling = Rolling(3, 2, redrives=0)
     rolling.outcomes(1)
@@ -346,7 +346,7 @@ def test_who_is_slow_to_resume_is_waited_for_while_others_wait_for_their_turn() 
     assert [report.outcome.value for report in done.engines] == ["committed"] * 3
 
 
-def test_who_never_answers_its_abort_is_waited_for_in_bounded_time() -> None:
+def test_an_engine_that_never_answers_its_abort_is_waited_for_in_bounded_time() -> None:
     """Then it counts as one that does not serve."""
     rolling = Rolling(3, 1, redrives=0)
     rolling.outcomes(1)
@@ -395,7 +395,7 @@ def test_whatever_breaks_no_more_fall_than_may_stand_still(
     assert all(each.generating for each in rolling.engines if each.name not in turns)
 
 
-def test_nobody_takes_it() -> None:
+def test_all_waves_fail() -> None:
     """All waves failed: the round comes to nothing, and every untouched engine serves what it had."""
     rolling = Rolling(2, 1, redrives=0)
     for engine in rolling.engines:
@@ -480,7 +480,7 @@ def test_the_trainer_gives_up_between_two_turns() -> None:
     }
 
 
-def test_who_does_not_say_that_it_serves_holds_up_nobody() -> None:
+def test_an_engine_that_does_not_say_that_it_serves_holds_up_no_other() -> None:
     """Its `Commit` is repeated; after the time for it the next ones have their turn, where one more may stand still."""
     rolling = Rolling(3, 2)
     BREAKS["overdue"](rolling.engines[0])
@@ -554,7 +554,7 @@ def test_a_joiner_is_not_routed_to_before_it_serves() -> None:
     assert [ready for name, ready in readiness_of(seen) if name == "e1"] == [True]
 
 
-def test_a_catch_up_finds_nobody_behind() -> None:
+def test_a_catch_up_finds_no_engine_behind() -> None:
     """It is answered like any version that is committed already, and no engine is paused."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
@@ -595,7 +595,7 @@ def state_of(world: World, name: str) -> str:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_who_gave_its_memory_back_is_brought_the_next_version(restarts: bool) -> None:
+def test_an_engine_that_gave_its_memory_back_is_brought_the_next_version(restarts: bool) -> None:
     """Not the one that was committed then: the trainer on its GPU has the memory. A later one it may be brought."""
     world, old, _, trainer = behind()
     old.health, old.held, old.weights, old.generating, old.memory_released = (

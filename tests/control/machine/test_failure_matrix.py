@@ -251,7 +251,7 @@ def test_fault_26_an_offer_is_heard_and_its_answer_is_lost(*, open_tables: bool)
     assert all(done.seconds["total"] < TRANSFER_S - 5.0 for done in world.rounds)
 
 
-def test_seals_are_believed_through_deaths_of_everybody() -> None:
+def test_signatures_are_believed_through_deaths_of_all_processes() -> None:
     """With keys in use, two trainers, a killed coordinator and a killed trainer: each link follows the one before."""
     faults = (at("resuming", "kill", "coordinator", 1.0), at("transferring", "kill", "t0", 3.0, after=12.0))
     world = storm(*faults, trainers=("t0", "t1"), sealed=True, think_s=0.5)
@@ -412,7 +412,7 @@ def test_fault_24_a_table_that_follows_does_not_come(how: str) -> None:
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_fault_25_another_table_convinces_nobody(sealed: bool) -> None:
+def test_fault_25_another_table_is_not_committed(sealed: bool) -> None:
     """Its engine holds what that table says, to the bit; the others are committed, and it is sent everything again.
 
     (G5, G8, F25)

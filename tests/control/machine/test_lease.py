@@ -59,7 +59,7 @@ HELD = Lease(
         (HELD, "t1 a", None, RefusalCode.LEASE_HELD),
     ],
 )
-def test_who_may_acquire(lease: Lease | None, who: str, round_: RoundState | None, code: RefusalCode | None) -> None:
+def test_may_acquire(lease: Lease | None, who: str, round_: RoundState | None, code: RefusalCode | None) -> None:
     """A free channel, or one's own unused lease: yes. Anything else: no, with a reason and when to retry.
 
     One's own round is to be given up first, or has only to come to its end.
@@ -280,7 +280,7 @@ def test_the_key_of_a_round_that_is_over_is_not_for_another_question(changes: di
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_who_gave_its_round_up_may_begin_another_one_at_once(answers: bool) -> None:
+def test_an_engine_that_gave_its_round_up_may_begin_another_one_at_once(answers: bool) -> None:
     """It is told to come again until the engines of the first are through, or were waited for long enough."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()

@@ -260,7 +260,7 @@ def test_an_agent_has_one_connection() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.TRAINER, Role.ENGINE])
-def test_who_is_missed_again_has_no_longer_to_come_back(role: Role) -> None:
+def test_an_engine_that_is_missed_again_has_no_longer_to_come_back(role: Role) -> None:
     """It counts from when its connection was missed first, however often an engine begins to pause for it."""
     members = Membership(LIMITS)
     name = AgentId("a")

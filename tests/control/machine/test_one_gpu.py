@@ -108,7 +108,7 @@ def test_the_second_one_takes_its_turn_where_nothing_else_can_serve_it() -> None
     assert waves(trainer) == [[("a", SENDS)], [("b", SENDS)]]
 
 
-def test_people_see_who_is_in_the_way() -> None:
+def test_the_reason_names_the_engine_in_the_way() -> None:
     """In the plan, with what would help."""
     world, _ = fleet({"a": ("gpu-0",), "b": ("gpu-0",)}, (SENDS, LOCAL, DISK), host="h0")
     near = world.plan.channels[CHANNEL].engines["b"]
@@ -122,7 +122,7 @@ def test_people_see_who_is_in_the_way() -> None:
     assert "in a group after that of the others: engine a is on GPU gpu-0 too" in far.why
 
 
-def test_whoever_is_brought_a_version_alone_has_the_group_alone() -> None:
+def test_an_engine_that_is_brought_a_version_alone_has_the_group_alone() -> None:
     """A catch-up asks only its own engines: the others' groups are not in its way."""
     world, trainer = fleet({"a": ("gpu-0",)}, (SENDS, LOCAL, DISK), host="h0")
     world.publish(trainer, 1)
@@ -156,7 +156,7 @@ def test_turns_of_a_policy_are_kept() -> None:
     assert [[name for name, _ in wave] for wave in waves(trainer)] == [["a", "c"], ["b", "d"], ["e"]]
 
 
-def test_who_nccl_takes_for_several_hosts_is_in_one_group() -> None:
+def test_engines_that_nccl_takes_for_several_hosts_are_in_one_group() -> None:
     """NCCL's own variable can stand for hosts with GPUs of their own."""
     world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
     for name in "ab":
@@ -178,7 +178,7 @@ def test_nothing_is_in_the_way_where_nothing_is_known() -> None:
     assert waves(trainer) == [[("a", SENDS), ("b", SENDS)]]
 
 
-def test_too_few_are_not_committed_because_nobody_can_send_to_the_rest() -> None:
+def test_too_few_are_not_committed_where_no_transport_reaches_the_rest() -> None:
     """The trainer is lost while the first one still proves its version: those that wait for their turn do not count."""
     world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
     trainer.policy = Policy(min_engines=2)

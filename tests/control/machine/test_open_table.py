@@ -97,7 +97,7 @@ def test_a_version_is_committed_under_the_table_that_followed() -> None:
 
 
 @pytest.mark.parametrize("redrives", [0, 1])
-def test_who_has_proven_another_table_is_broken(redrives: int) -> None:
+def test_an_engine_that_has_proven_another_table_is_broken(redrives: int) -> None:
     """It said so before the table was known; the others are committed, and it is sent everything again if it may.
 
     (G5, N17, F25)
@@ -170,7 +170,7 @@ def test_an_open_table_is_waited_for_no_longer_than_a_transfer_may_take(slow: St
     assert "digest table" in trainer.done.reason
 
 
-def test_who_is_slow_is_left_out_and_the_trainer_still_says_its_table() -> None:
+def test_an_engine_that_is_slow_is_left_out_and_the_trainer_still_says_its_table() -> None:
     """The others have waited for it no longer than their policy says, and are committed."""
     world, e0, e1, trainer = fleet(slow=StragglerPolicy.QUORUM, quorum=1, slow_s=5.0)
 
@@ -245,7 +245,7 @@ def test_the_table_is_kept_before_its_version_is_committed() -> None:
         (False, TransportKind.DISTRIBUTED, True),
     ],
 )
-def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(
+def test_the_trainer_is_told_which_engines_share_its_gpu_where_it_matters(
     left_open: bool, transport: TransportKind, told: bool
 ) -> None:
     """Where the table is open, and where NCCL would refuse the group; an older trainer would refuse the field."""
@@ -297,7 +297,7 @@ def granted(world: World, trainer: Trainer) -> Granted:
     ],
     ids=["all", "an older engine", "another transport", "no way at all", "an older trainer", "nobody"],
 )
-def test_a_table_may_follow_where_everybody_said_that_it_knows_how(
+def test_a_table_may_follow_where_every_agent_supports_it(
     knows: tuple[bool, ...], kinds: tuple[TransportKind, ...], trainer_knows: bool, open_: bool
 ) -> None:
     """No agent is asked for what it did not offer, and an older trainer is not told what it would not understand."""
@@ -357,7 +357,7 @@ def test_deferred_digests_need_an_engine_that_supports_them(engines: int) -> Non
     assert [engine.label for engine in fleet] == [1] * engines
 
 
-def test_who_comes_back_says_again_what_it_knows() -> None:
+def test_an_engine_that_comes_back_says_again_what_it_knows() -> None:
     """Another life of an agent may be an older one."""
     world, e0, _, trainer = fleet()
     e0.supports_deferred_digests = False
@@ -370,7 +370,7 @@ def test_who_comes_back_says_again_what_it_knows() -> None:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_asked_again_after_a_restart_the_announcement_is_answered_with_who_holds_the_version(*, later: bool) -> None:
+def test_asked_again_after_a_restart_the_announcement_is_answered_with_the_holders(*, later: bool) -> None:
     """As one that named its table is. After another commit, without engines: none is asked what it holds."""
     world, _, _, trainer = fleet()
     world.crash_on = lambda effect: isinstance(effect, Persist) and isinstance(effect.record, RoundClosed)

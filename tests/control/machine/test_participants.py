@@ -32,7 +32,7 @@ def test_a_place_that_became_free_is_taken() -> None:
 
 
 @given(st.lists(st.sampled_from(NAMES), unique=True), st.lists(st.sampled_from(NAMES), unique=True))
-def test_everybody_has_a_turn_and_few_change_theirs(before: list[AgentId], present: list[AgentId]) -> None:
+def test_every_engine_has_a_wave_and_few_change_theirs(before: list[AgentId], present: list[AgentId]) -> None:
     """No engine twice; no more of the staying ones move than others have left."""
     after = wave_order(before, present)
     assert sorted(after) == sorted(present)

@@ -52,7 +52,7 @@ def test_an_engine_without_a_part_in_a_round_is_not_ready_by_that() -> None:
 
 
 @pytest.mark.parametrize("life", ["same", "new"])
-def test_who_is_through_its_turn_and_comes_back_says_again_that_it_serves(life: str) -> None:
+def test_an_engine_that_is_through_its_turn_and_comes_back_says_again_that_it_serves(life: str) -> None:
     """While others have their turn: what it said before it was gone is not taken for what is true now."""
     world = World()
     e0, e1 = world.engine("e0"), world.engine("e1")
@@ -87,7 +87,7 @@ def test_who_is_through_its_turn_and_comes_back_says_again_that_it_serves(life: 
     assert "e0" in world.ready
 
 
-def test_who_serves_another_version_than_it_was_known_to_hold_is_not_ready() -> None:
+def test_an_engine_that_serves_another_version_than_it_was_known_to_hold_is_not_ready() -> None:
     """In a channel begun anew: it was broken when it said `Hello`, and says now that it serves a version of before.
 
     Its next heartbeat says which that is.

@@ -89,7 +89,7 @@ def test_no_epoch_of_the_life_that_is_forgotten_is_given_out_again(kept: int) ->
     assert min(each for each in epochs(world)[kept // 3 :]) > 20
 
 
-def test_who_is_deaf_to_a_lease_is_settled_above_what_it_has_seen() -> None:
+def test_an_engine_that_is_deaf_to_a_lease_is_settled_above_what_it_has_seen() -> None:
     """It hears nothing at the epoch before the lease, and one that it has seen may have been another's."""
     world, e0, _, trainer = set_back(3, stride=1000)
     trainer.stop_before = Publish
@@ -133,7 +133,7 @@ def test_a_lease_that_no_engine_would_hear_is_asked_for_again() -> None:
     assert world.committed == 21
 
 
-def test_an_engine_that_lies_keeps_nobody_but_itself_from_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_lies_keeps_no_engine_but_itself_from_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a lease, under it, and in a round. The epoch rises in steps, and not more often than heartbeats come.
 
     (N50, F27)
@@ -193,7 +193,7 @@ def test_an_engine_that_is_gone_keeps_no_channel_from_publishing() -> None:
     assert not trainer.got(Refused)
 
 
-def test_who_was_deaf_is_told_what_to_do_before_anything_is_published() -> None:
+def test_an_engine_that_was_deaf_is_told_what_to_do_before_anything_is_published() -> None:
     """As soon as the channel is above what it has seen: an engine that stood still goes on."""
     world, e0, e1, _ = set_back(0, stride=1000)
     e0.generating = False
@@ -208,7 +208,7 @@ def test_who_was_deaf_is_told_what_to_do_before_anything_is_published() -> None:
     assert len(e0.got(Abort)) == told, "and that once"
 
 
-def test_who_may_be_paused_by_a_life_that_is_forgotten_is_not_listed() -> None:
+def test_an_engine_that_may_be_paused_by_a_life_that_is_forgotten_is_not_listed() -> None:
     """With a journal begun anew, a clean engine that has seen an epoch may have a `Pause` of that life on its way.
 
     It is listed when it has said, above that epoch, that it serves: from then on it drops what is late.
@@ -239,7 +239,7 @@ def silent(world: World, name: str) -> Engine:
     return engine
 
 
-def test_who_has_seen_no_epoch_is_listed_with_its_first_heartbeat() -> None:
+def test_an_engine_that_has_seen_no_epoch_is_listed_with_its_first_heartbeat() -> None:
     """No coordinator can have paused it, and it is told nothing."""
     world = World()
     engine = silent(world, "e0")
@@ -250,7 +250,7 @@ def test_who_has_seen_no_epoch_is_listed_with_its_first_heartbeat() -> None:
 
 
 @pytest.mark.parametrize("publishes", [True, False])
-def test_a_lease_that_comes_before_the_first_heartbeat_keeps_nobody_from_the_list(publishes: bool) -> None:
+def test_a_lease_that_comes_before_the_first_heartbeat_keeps_no_engine_from_the_list(publishes: bool) -> None:
     """It takes part in the round, or is told to go on at an epoch below the lease's; it hears either."""
     world = World()
     engine, trainer = silent(world, "e0"), world.trainer()
@@ -269,7 +269,7 @@ def test_a_lease_that_comes_before_the_first_heartbeat_keeps_nobody_from_the_lis
     assert (world.committed, engine.label) == (1, 1)
 
 
-def test_who_comes_under_a_lease_is_not_made_deaf_to_its_round() -> None:
+def test_an_engine_that_comes_under_a_lease_is_not_made_deaf_to_its_round() -> None:
     """It is told to go on at an epoch below the lease's, whatever another engine has raised the channel's to."""
     world = World()
     liar, trainer = world.engine("e1"), world.trainer()

@@ -181,7 +181,7 @@ def test_dirty_engine_is_driven_again_under_a_new_durable_epoch() -> None:
 
 
 @pytest.mark.parametrize("step", [Step.TRANSFER, Step.VERIFY])
-def test_who_fails_in_the_transfer_has_paused_whatever_was_heard_of_that(step: Step) -> None:
+def test_an_engine_that_fails_in_the_transfer_has_paused_whatever_was_heard_of_that(step: Step) -> None:
     """Its `Paused` got lost, and it was told to take the version along with `Pause`: it is sent everything again."""
     world, victim, _, trainer = fleet()
 
@@ -330,7 +330,7 @@ def test_each_engine_has_its_own_redrives() -> None:
     assert [len(send.receivers) for send in trainer.got(Send)] == [3, 3, 2]  # type: ignore[attr-defined]
 
 
-def test_who_was_spared_keeps_its_redrives() -> None:
+def test_an_engine_that_was_spared_keeps_its_redrives() -> None:
     """It takes part again, and may still fail by itself as often as it could before."""
     world, victim, trainer = group_of_three(redrives=1)
     victim.fail(Transfer, Step.TRANSFER)
@@ -349,7 +349,7 @@ def test_who_was_spared_keeps_its_redrives() -> None:
     assert victim.generating
 
 
-def test_who_was_spared_pays_for_what_it_fails_by_itself_after_that() -> None:
+def test_an_engine_that_was_spared_pays_for_what_it_fails_by_itself_after_that() -> None:
     """It has taken everything of the next attempt when the trainer's half of that is over, and cannot prove it."""
     world, victim, trainer = group_of_three(redrives=1)
     victim.fail(Transfer, Step.TRANSFER)
@@ -426,7 +426,7 @@ def test_the_trainer_is_told_until_its_half_is_over_and_of_all_that_are_out() ->
     assert len(trainer.got(Withdraw)) == told
 
 
-def test_too_few_engines_abort_and_everybody_serves_the_old_version() -> None:
+def test_too_few_engines_abort_and_all_serve_the_old_version() -> None:
     """With fewer engines than the policy asks for nothing is committed and clean engines go on."""
     world, victim, other, trainer = fleet()
     trainer.policy = Policy(min_engines=2)
@@ -632,7 +632,7 @@ def test_a_trainer_that_says_its_last_word_too_late_is_told_how_the_round_ended(
     assert set(outcomes(world, trainer, 2).values()) == {Outcome.COMMITTED}
 
 
-def test_what_is_proven_is_committed_when_the_trainer_is_lost_and_nobody_takes_anything_any_more() -> None:
+def test_what_is_verified_is_committed_when_the_trainer_is_lost_and_no_engine_loads() -> None:
     """One engine broke meanwhile: it would have been sent everything again, and is left out."""
     world, _, e1, trainer = fleet()
     e1.fail(Transfer, Step.TRANSFER, EngineHealth.CLEAN, "connection reset")
@@ -741,7 +741,7 @@ def test_a_turn_that_has_proven_what_it_holds_when_the_trainer_gives_up_goes_on(
 
 
 @pytest.mark.parametrize("not_said", [Offered, Sent])
-def test_a_trainer_that_gives_up_sending_again_takes_nothing_from_who_has_all(not_said: type[Message]) -> None:
+def test_a_trainer_that_gives_up_sending_again_takes_nothing_from_verified_engines(not_said: type[Message]) -> None:
     """One engine had proven the version when it was said to be sent: without it no engine would serve."""
     world, e0, e1, trainer = fleet()
     e1.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "a rank is gone")
@@ -793,7 +793,7 @@ def test_a_trainer_that_gives_up_while_what_it_sent_is_proven_is_not_needed() ->
     safe(world)
 
 
-def test_while_somebody_still_takes_weights_a_lost_trainer_ends_the_round() -> None:
+def test_while_an_engine_still_loads_a_lost_trainer_ends_the_round() -> None:
     """The other one has proven them, and waits for the next complete version."""
     world, _, e1, trainer = fleet()
     e1.answers = lambda message: [] if isinstance(message, Transfer) else Engine.answers(e1, message)  # type: ignore[method-assign]
@@ -1058,7 +1058,7 @@ def test_what_was_verified_must_be_what_was_published() -> None:
     assert not world.machine.status(world.now).channels[CHANNEL].ready
 
 
-def test_who_serves_another_version_after_the_commit_is_quarantined() -> None:
+def test_an_engine_that_serves_another_version_after_the_commit_is_quarantined() -> None:
     """It is believed that it serves, and not that it serves what it was told to."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
@@ -1133,7 +1133,7 @@ def test_the_last_engines_keep_a_trainer_only_a_moment(command: type[Message]) -
 
 
 @pytest.mark.parametrize("command", [Abort, Commit])
-def test_who_has_not_answered_since_a_round_keeps_no_other_round(command: type[Message]) -> None:
+def test_an_engine_that_has_not_answered_since_a_round_keeps_no_other_round(command: type[Message]) -> None:
     """Its server may stand still in a call, behind which the next command waits: as long as that, for each version."""
     world, e0, e1, trainer = deaf_from(command)
     assert outcomes(world, trainer, 2) == {"e0": Outcome.COMMITTED, "e1": Outcome.QUARANTINED}
@@ -1149,7 +1149,7 @@ def test_who_has_not_answered_since_a_round_keeps_no_other_round(command: type[M
     assert world.ready == ("e0", "e1")
 
 
-def test_who_has_not_answered_is_waited_for_where_too_few_others_are_left() -> None:
+def test_an_engine_that_has_not_answered_is_waited_for_where_too_few_others_are_left() -> None:
     """A version that needs it would come to nothing at once, and it may be about to answer."""
     world, _e0, e1, trainer = fleet()
     trainer.policy = Policy(redrives=0)
@@ -1168,7 +1168,7 @@ def test_who_has_not_answered_is_waited_for_where_too_few_others_are_left() -> N
     assert set(outcomes(world, trainer, 4).values()) == {Outcome.COMMITTED}
 
 
-def test_where_nobody_serves_yet_all_have_their_time_to_resume() -> None:
+def test_while_no_engine_serves_all_have_their_time_to_resume() -> None:
     """The version is worth nothing without them."""
     world, e0, e1, trainer = fleet()
     trainer.policy = Policy(redrives=0)
@@ -1343,7 +1343,7 @@ TestAnyHistory.settings = settings(
 
 
 @pytest.mark.parametrize("life", ["same", "new"])
-def test_who_took_its_turn_and_comes_back_says_that_it_serves_before_it_is_ready(life: str) -> None:
+def test_an_engine_that_took_its_turn_and_comes_back_says_that_it_serves_before_it_is_ready(life: str) -> None:
     """Its part in the round is over, and its server may be another by now."""
     world, first, second, trainer = fleet()
     trainer.policy = Policy(max_paused=1)

@@ -384,7 +384,7 @@ def test_every_choice_is_allowed_and_explained(
         (("gpu-0",), (), False),
     ],
 )
-def test_who_shares_a_gpu_with_the_trainer_is_known(
+def test_engines_that_share_a_gpu_with_the_trainer_are_known(
     ranks: tuple[str, ...], workers: tuple[str, ...], shares: bool
 ) -> None:
     """Any rank with any worker; what was not told is not guessed."""

@@ -230,7 +230,7 @@ def test_what_follows_is_repeated_alone() -> None:
     assert len(pending) == 2
 
 
-def test_who_goes_on_after_all_others_ended_is_still_told() -> None:
+def test_an_engine_that_goes_on_after_all_others_ended_is_still_told() -> None:
     """A duty whose agents have all answered has no timer any more; one that comes to it gets a new one."""
     pending = PendingCommands(1.0, 8.0)
     pending.assign_all([AgentId("a"), AgentId("b")], (abort(1), abort(2)), 1.0)
@@ -311,7 +311,7 @@ def test_a_status_that_takes_long_is_written_seldom() -> None:
     assert 8 <= writes <= 11
 
 
-def test_a_loop_that_is_over_keeps_nobody_waiting() -> None:
+def test_a_loop_that_is_over_keeps_no_engine_waiting() -> None:
     """Readers that wait when the loop ends get its last word."""
     snapshot = LoopSnapshot(lambda _now: QUIET)
     snapshot.open()

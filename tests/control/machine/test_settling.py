@@ -63,7 +63,7 @@ def serving(epoch: int, version: int | None) -> Serving:
     )
 
 
-def test_who_is_told_something_serves_when_it_has_answered_that() -> None:
+def test_an_engine_that_is_told_something_serves_when_it_has_answered_that() -> None:
     """Not because it served before, and not by an answer to what it was told earlier."""
     fleet, engine = fleet_of_one()
     engine.serving, engine.held = True, V1
@@ -75,7 +75,7 @@ def test_who_is_told_something_serves_when_it_has_answered_that() -> None:
     assert engine.serving
 
 
-def test_who_never_answered_its_pause_is_not_ready_when_the_round_is_over() -> None:
+def test_an_engine_that_never_answered_its_pause_is_not_ready_when_the_round_is_over() -> None:
     """It may stand still: what it said before the round is not what it does now."""
     world = World()
     e0, trainer = world.engine("e0"), world.trainer()
@@ -107,7 +107,7 @@ def test_memory_that_was_given_back_is_waited_for_until_the_next_version_only() 
     assert not engine.awaits_newer(V2)
 
 
-def test_a_failure_that_crossed_its_abort_quarantines_nobody() -> None:
+def test_a_failure_that_crossed_its_abort_quarantines_no_engine() -> None:
     """It is clean, and has yet to answer the `Abort`."""
     world = World()
     e0, trainer = world.engine("e0"), world.trainer()
@@ -134,7 +134,7 @@ def test_a_failure_that_crossed_its_abort_quarantines_nobody() -> None:
     assert world.ready == ("e0",)
 
 
-def test_who_is_back_on_another_connection_is_told_at_once() -> None:
+def test_an_engine_that_is_back_on_another_connection_is_told_at_once() -> None:
     """And not when the next repetition is due."""
     world = World()
     e0, trainer = world.engine("e0"), world.trainer()
@@ -149,7 +149,7 @@ def test_who_is_back_on_another_connection_is_told_at_once() -> None:
     assert len(e0.got(Prepare)) == told + 1
 
 
-def test_who_is_back_before_it_heard_anything_is_told_all_of_it_again() -> None:
+def test_an_engine_that_is_back_before_it_heard_anything_is_told_all_of_it_again() -> None:
     """To stand still and what for, which are said at once: the second is not waited for until time is over."""
     world = World()
     e0, trainer = world.engine("e0"), world.trainer()
@@ -170,7 +170,7 @@ def test_who_is_back_before_it_heard_anything_is_told_all_of_it_again() -> None:
     assert world.ready == ("e0",)
 
 
-def test_who_failed_at_what_is_over_is_told_to_resume_until_it_has() -> None:
+def test_an_engine_that_failed_at_what_is_over_is_told_to_resume_until_it_has() -> None:
     """Its failure is late: the round that it is about has ended, and its `Abort` was not answered yet."""
     world = World()
     e0, trainer = world.engine("e0"), world.trainer()
@@ -197,7 +197,7 @@ def test_who_failed_at_what_is_over_is_told_to_resume_until_it_has() -> None:
     assert world.ready == ("e0",)
 
 
-def test_who_was_settled_is_not_settled_again_by_saying_that_it_heard() -> None:
+def test_an_engine_that_was_settled_is_not_settled_again_by_saying_that_it_heard() -> None:
     """Its heartbeat names the epoch of what it was told, before its server has answered: that is news of nothing."""
     world = World()
     e0, trainer = world.engine("e0"), world.trainer()

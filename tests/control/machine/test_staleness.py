@@ -155,7 +155,7 @@ def test_how_long_training_stood_still_is_a_metric(deployment: tuple[World, Trai
     assert value("weightbus_trainer_stood_seconds_count", {"channel": "policy"}) == 1
 
 
-def test_who_loaded_the_committed_version_by_itself_is_told_to_serve_it(
+def test_an_engine_that_loaded_the_committed_version_by_itself_is_told_to_serve_it(
     deployment: tuple[World, Trainer, Engine],
 ) -> None:
     """By its heartbeat, outside of any round. An engine with another, uncommitted version waits for the next round."""

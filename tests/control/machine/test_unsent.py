@@ -71,7 +71,7 @@ def test_an_engine_that_cannot_be_told_fails_at_once_and_the_others_go_on(kind: 
 
 
 @pytest.mark.parametrize("kinds", [(Commit,), (Prepare, Abort), (Transfer, Abort)])
-def test_who_cannot_be_told_to_go_on_either_is_left_as_it_is(kinds: tuple[type[Message], ...]) -> None:
+def test_an_engine_that_cannot_be_told_to_go_on_either_is_left_as_it_is(kinds: tuple[type[Message], ...]) -> None:
     """It is in quarantine until it says something, and the round ends for the others."""
     world = World()
     for name in ("e0", "e1"):
@@ -125,7 +125,7 @@ def test_a_trainer_that_cannot_be_told_of_further_turns_has_its_version_neverthe
     assert sorted(outcomes(trainer.done).values()) == ["aborted", "committed"]
 
 
-def test_who_cannot_be_told_what_to_do_outside_of_rounds_is_not_told_again_and_again() -> None:
+def test_an_engine_that_cannot_be_told_what_to_do_outside_of_rounds_is_not_told_again_and_again() -> None:
     """Until something is new: then it is tried once more."""
     world = World()
     engine = world.engine("e0")

@@ -287,7 +287,7 @@ PLACE = {"rank": 0, "host": "a", "device": "gpu-0"}
     ],
 )
 def test_a_fleet_that_cannot_be_is_not_planned(path: str, value: object, said: str) -> None:
-    """Whose it is, what was found and what is expected."""
+    """The reason names the agent, the value found and the value expected."""
     plan_command.plan_described_fleet(json.dumps(changed("bytes", 5)).encode())
     with pytest.raises(Malformed) as refusal:
         plan_command.plan_described_fleet(json.dumps(changed(path, value)).encode())

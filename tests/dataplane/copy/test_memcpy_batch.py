@@ -320,7 +320,7 @@ def test_nothing_is_under_way_when_a_stage_is_given_up(monkeypatch: pytest.Monke
         assert [each for each in streams.told if each.startswith("main waits for")] == expected
 
 
-def test_a_peers_memory_follows_nobody() -> None:
+def test_a_peers_memory_follows_no_rank() -> None:
     """Its addresses are in the batch."""
     copies, _, _ = bound(FakeBatches(), 2)
     with pytest.raises(ValueError, match="bound anew"):
@@ -404,7 +404,7 @@ def test_a_whole_tensor_is_several_runs() -> None:
     assert runs.target.tolist() == [2**40 + at for at in runs.source.tolist()]
 
 
-def test_who_copies_what() -> None:
+def test_kernel_and_copy_engines_divide_rows() -> None:
     """Long runs out of a peer's memory are the engines'; short ones, casts and the GPU's own memory the kernel's."""
     one, wide = column(1, 1, 1, 1, 1, 1), np.zeros((6, 3), np.int64)
     run = column(3 * MB, 3 * MB, 3 * MB, MB - 2, MB, 4096) // 2
@@ -443,7 +443,7 @@ def test_calls_double_until_they_are_all_alike() -> None:
 
 
 def test_a_batch_is_of_one_stage() -> None:
-    """Those that are ready first come first, and bytes are shared out as without stages."""
+    """Rows that are ready first come first, and bytes are shared out as without stages."""
     nbytes = column(*[10] * 8)
     runs = CopyRuns(np.arange(8), nbytes * 0, nbytes, column(1, 0, 2, 0, 1, 2, 2, 0))
 

@@ -146,7 +146,7 @@ def test_a_wait_ends_with_its_holder_or_its_deadline() -> None:
         flags.wait(((3, 1),), never)
 
 
-def test_a_wait_ends_when_nobody_wants_it_any_more() -> None:
+def test_a_wait_ends_when_it_is_called_off() -> None:
     """The sidecar that asked for the copies hung up."""
 
     def unwanted() -> None:
@@ -168,7 +168,7 @@ def test_a_newer_round_ends_the_wait_for_an_older_one(shown: tuple[int, ...]) ->
         flags.wait(((3, 1),), never)
 
 
-def test_who_makes_nothing_in_this_round_is_not_waited_for() -> None:
+def test_a_rank_that_makes_nothing_in_this_round_is_not_waited_for() -> None:
     """No number: all is there."""
     flags, _ = bound(3, 0, within_s=0.0)
     flags.wait(((3, 3),), never)
@@ -226,7 +226,7 @@ def on_a_gpu(
     return flags, gpu, looks
 
 
-def test_who_has_shown_everything_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_has_shown_everything_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look costs a copy for each rank, beside the copies that the server waits for. The next round is another."""
     first, second = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     flags, _, looks = on_a_gpu(monkeypatch, first=first, second=second)

@@ -185,7 +185,7 @@ def test_the_kernel_writes_what_torch_does(tmp_path: Path) -> None:
     assert done.stdout.strip() == "equal", done.stderr[-2000:]
 
 
-def test_tiles_are_there_before_anybody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_there_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they are written on one stream, and read on any."""
     told: list[str] = []
     kernel = SimpleNamespace(write=lambda *_: told.append("written"))

@@ -27,7 +27,7 @@ from weightbus.dataplane.processes.connections import Deadline
 CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/torch_1_2_3", 7, b"e" * 64, True)
 
 
-def test_slots_are_seen_by_whoever_opens_them() -> None:
+def test_slots_are_seen_by_every_process_that_opens_them() -> None:
     """What is written to a buffer is what its exported name leads to, round after round, until close."""
     pool = memories.BucketBuffers("cpu", 2, 5000, "pool")
     exported = [buffer.exported for buffer in pool.buffers]

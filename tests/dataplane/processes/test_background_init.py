@@ -34,7 +34,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made.released.set()
 
 
-def test_what_is_made_is_had_by_whoever_asks() -> None:
+def test_the_made_object_is_returned_to_every_caller() -> None:
     """And what it raises is raised there; nothing is late."""
     late = threading.Event()
     made = BackgroundInit(lambda: 7, late.set)
@@ -51,7 +51,7 @@ def test_what_is_made_is_had_by_whoever_asks() -> None:
     assert not late.is_set()
 
 
-def test_one_that_does_not_return_holds_nobody(slow: Slow) -> None:
+def test_one_that_does_not_return_holds_no_peer(slow: Slow) -> None:
     """After it was given up, `late` is called by its thread when it ends."""
     made = BackgroundInit(slow, slow.late.set)
     with pytest.raises(DeadlineExceeded, match="bound to memory"):

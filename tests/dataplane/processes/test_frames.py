@@ -75,7 +75,7 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_whoever_finds_a_listeners_name_can_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_finds_a_listeners_name_can_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name appears when the socket listens, not before; and nothing else is left beside it."""
     path, there = tmp_path / "s.sock", []
 
@@ -132,7 +132,7 @@ def test_what_is_too_large_is_not_pulled() -> None:
     other.close()
 
 
-def test_whose_time_is_over_leaves_no_socket(tmp_path: Path) -> None:
+def test_a_connect_whose_time_is_over_leaves_no_socket(tmp_path: Path) -> None:
     """Before it has begun to connect: what was opened for it is closed."""
     with pytest.raises(DeadlineExceeded):
         Frames.connect(str(tmp_path / "nobody.sock"), Deadline(0.0))

@@ -74,7 +74,7 @@ def test_the_first_message_may_be_large() -> None:
     theirs.close()
 
 
-def test_who_does_not_know_the_token_says_nothing() -> None:
+def test_a_peer_that_does_not_know_the_token_says_nothing() -> None:
     """Either end refuses a stranger before his first word (S16)."""
     listener = MacListener("127.0.0.1", "token")
     with ThreadPoolExecutor(1) as pool:
@@ -109,7 +109,7 @@ def test_a_stranger_cannot_fill_the_memory() -> None:
     listener.close()
 
 
-def test_whoever_says_nothing_costs_a_deadline() -> None:
+def test_a_peer_that_says_nothing_costs_a_deadline() -> None:
     """A connection without a handshake, and an address without a listener."""
     listener = MacListener("127.0.0.1", "token")
     with socket.create_connection(parse_tcp_address(listener.address)), pytest.raises(DeadlineExceeded):

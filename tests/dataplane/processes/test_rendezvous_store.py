@@ -16,7 +16,7 @@ from weightbus.dataplane.transports.interface import ReceiverContext
 from weightbus.dataplane.transports.registry import by_name
 
 
-def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_asked_for_once_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first store of a process may take as long as two name servers are silent."""
     silent, made = threading.Event(), threading.Event()
 

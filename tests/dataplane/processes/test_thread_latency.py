@@ -23,7 +23,7 @@ def usual() -> Generator[float]:
     sys.setswitchinterval(before)
 
 
-def test_the_interval_is_short_for_as_long_as_anybody_asks_for_it(usual: float) -> None:
+def test_the_interval_is_short_for_as_long_as_it_is_asked_for(usual: float) -> None:
     """Two transfers of one process may overlap, in any order."""
     one, other = low_latency_threads(), low_latency_threads()
     one.__enter__()
@@ -40,7 +40,7 @@ def test_it_ends_with_an_error_too(usual: float) -> None:
     assert sys.getswitchinterval() == pytest.approx(usual)
 
 
-def test_who_sets_another_one_meanwhile_keeps_it() -> None:
+def test_a_peer_that_sets_another_one_meanwhile_keeps_it() -> None:
     """The process is its program's."""
     with low_latency_threads():
         sys.setswitchinterval(0.02)

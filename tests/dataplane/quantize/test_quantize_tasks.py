@@ -403,7 +403,7 @@ def test_shards_on_the_grain_are_shards_of_the_result(scheme: Scheme, data: st.D
         assert same(found, cut), part.suffix
 
 
-def test_across_the_grain_nobody_is_alone() -> None:
+def test_across_the_grain_no_rank_is_alone() -> None:
     """A shard that ends inside of a block, a word or a group has to be gathered; the last one may end anywhere."""
     block = fp8_block((128, 128))
     assert block.alone(Box((128, 0), (200, 256)), (200, 256))

@@ -1,4 +1,4 @@
-"""Who broadcasts which bucket, and that the order in which everybody does it cannot end in a circle. No groups."""
+"""Which rank broadcasts which bucket, and that the order of broadcasts cannot end in a circle. No groups."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def test_engines_alone_find_their_groups_by_their_first_rank() -> None:
 
 
 @given(st.data(), st.lists(st.integers(1, 8), min_size=1, max_size=6), st.booleans(), st.integers(1, 3))
-def test_every_rank_of_every_group_is_somebody_s_once(
+def test_every_rank_of_every_group_is_given_out_once(
     data: st.DataObject, workers: list[int], together: bool, sources: int
 ) -> None:
-    """Whoever takes part, workers or an agent in their place: ranks 1 and up are given out without a gap."""
+    """Workers or an agent in their place take part: ranks 1 and up are given out without a gap."""
     sidecars = tuple(place for place in range(len(workers)) if data.draw(st.booleans()))
     owners = Sources(tuple(range(sources)))
     groups = GroupSettings.of_sources("g", owners, tuple(workers), together=together, sidecars=sidecars)

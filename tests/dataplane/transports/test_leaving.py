@@ -17,7 +17,7 @@ from ..transport_contract import PROMPT_S, Engine
 LEAVE_S = 0.5
 
 
-def test_groups_that_a_sidecar_has_left_are_nobody_s_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_a_sidecar_has_left_are_left_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stand-in is told so when it ends. All of them are left within the time of one, by a server that is slow."""
     places, manifest = Places(tmp_path), make_manifest(6)
     pool = BucketBuffers("cpu", 2, manifest.largest_bucket, "leaves")

@@ -33,8 +33,8 @@ def crew() -> Iterator[tuple[Workers, list[Frames]]]:
         end.close()
 
 
-def test_marks_are_shown_to_whoever_reads_what_they_speak_of(crew: tuple[Workers, list[Frames]]) -> None:
-    """Who reads other memory of that rank need not open it anew when it is made otherwise than before."""
+def test_marks_are_shown_to_readers_of_the_marked_memory(crew: tuple[Workers, list[Frames]]) -> None:
+    """A reader of other memory of that rank need not open it anew when the memory is made otherwise than before."""
     workers, ends = crew
     made = ArenaRegion(4, 0, (8, 16), 16)
     exporters = [Exporting(holder=7, address="a", generation=1, round=3)]
@@ -48,7 +48,7 @@ def test_marks_are_shown_to_whoever_reads_what_they_speak_of(crew: tuple[Workers
     assert shown == [[made], [None]]
 
 
-def test_who_has_recorded_anew_has_no_plan_any_more(crew: tuple[Workers, list[Frames]]) -> None:
+def test_an_engine_that_has_recorded_anew_has_no_plan_any_more(crew: tuple[Workers, list[Frames]]) -> None:
     """Also where the same one will be made again: it is given it once more, and nothing is placed by the old."""
     workers, ends = crew
     pieces, _, recording = model(1)

@@ -651,7 +651,7 @@ def test_a_record_of_another_launch_is_not_believed() -> None:
 
 
 def test_a_label_without_a_record_is_not_trusted() -> None:
-    """Somebody updated this server, and what they left is unknown."""
+    """An unknown client updated this server, and what it left is unknown."""
     world = World(label="12")
     assert world.machine.view().health is PENDING
 
@@ -667,7 +667,7 @@ def test_a_new_boot_of_the_coordinator_stops_old_answers() -> None:
 
 
 def test_commands_to_a_lost_server_fail_at_once() -> None:
-    """Nobody waits for a deadline when the server is known to be gone."""
+    """No deadline is waited for when the server is known to be gone."""
     world = World()
     world.gone()
     assert only(world.prepare()).step is Step.PREPARE

@@ -102,7 +102,7 @@ def test_nothing_is_looked_for_without_need(seen: ServerView, committed: int | N
 
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_memory_that_was_given_back_is_not_taken_for_what_was_there(looked_before: bool) -> None:
-    """Whoever asked for it has it until another version comes: then that one is loaded, as by any engine."""
+    """The trainer has the memory until another version comes: then that one is loaded, as by any engine."""
     machine = Resync("c", 10.0)
     if looked_before:  # the coordinator's word for 7 may come later than the version itself
         assert not machine.looks(view(held=SEVEN), 6, 0.0)

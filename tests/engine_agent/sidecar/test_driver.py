@@ -434,7 +434,7 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
     assert kept.health is EngineHealth.CLEAN
 
 
-def test_a_full_disk_beside_one_server_stops_nobody(
+def test_a_full_disk_beside_one_server_stops_no_engine(
     deployment: Deployment, tmp_path: Path, coordinator: tuple[int, Path]
 ) -> None:
     """Its agent fails before it comes to the trainer, who is told: the other engine has its version in seconds.
@@ -542,7 +542,9 @@ class Unfollowed(FakeSGLang):
         return {"success": True, "message": "Success."}
 
 
-def test_whose_loader_cannot_be_followed_takes_buckets(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_loader_cannot_be_followed_takes_buckets(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It serves what it had until then, says why, and takes the next version by another transport of the trainer's.
 
     A new launch is tried again.

@@ -70,7 +70,7 @@ class Sidecar:
 
 
 def test_a_server_holds_nothing_on_the_disk_before_it_gives_anything_back() -> None:
-    """Whoever reads the record after a crash in between does not take undefined memory for a version."""
+    """A sidecar that reads the record after a crash in between does not take undefined memory for a version."""
     sidecar = Sidecar()
     assert sidecar.order() is None
     assert sidecar.done == ["given up", "written off", "given back"]
@@ -87,7 +87,7 @@ def test_what_cannot_be_written_down_is_not_done(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_its_memory_counts_as_lent_from_the_moment_that_it_holds_nothing(refuses: bool) -> None:
-    """Nobody sees an engine without a version that seems to want the one it had. One that kept all of it does."""
+    """No heartbeat shows an engine without a version that seems to want its old one; one that kept all of it does."""
     sidecar = Sidecar(refuses=refuses)
     assert not sidecar.giving.begun
     sidecar.order()

@@ -119,7 +119,7 @@ def test_the_slow_one_does_not_keep_the_fast_one_from_beginning(mixed: Mixed) ->
     assert mixed.served("far")
 
 
-def test_who_dies_in_the_middle_costs_the_other_transport_nothing(
+def test_an_engine_that_dies_in_the_middle_costs_the_other_transport_nothing(
     mixed: Mixed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The group breaks, its engine is named, and ``near`` took everything; the next epoch has no room for the dead."""

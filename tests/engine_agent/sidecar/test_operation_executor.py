@@ -288,7 +288,7 @@ def test_what_comes_after_the_call_waits_for_its_return(monkeypatch: pytest.Monk
 
 
 def test_where_there_are_sessions_the_label_comes_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has promised that one may be set while an update is open."""
+    """SGLang does not promise that one may be set while an update is open."""
     made = Returns(monkeypatch, session=True)
     assert made.did(Label(7, 5.0))[1] == ["returned", "end_update", "set_label"]
 
@@ -536,9 +536,7 @@ def test_a_table_that_followed_names_what_was_taken(
 
 
 @pytest.mark.parametrize("signed", ["by nobody", "as no text"])
-def test_a_table_that_nobody_signed_is_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: str
-) -> None:
+def test_an_unsigned_table_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: str) -> None:
     """The transfer has failed, the weights are what nobody knows, and the cause is counted (G8, F25)."""
     cause = {"cause": "forged"}
     name = "weightbus_sidecar_publications_refused_total"

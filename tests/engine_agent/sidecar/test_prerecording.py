@@ -92,7 +92,7 @@ def specs_of(folder: Path) -> list[TensorSpec]:
 
 
 @pytest.mark.parametrize("record_ahead", [True, False])
-def test_transports_are_imported_before_anybody_waits(
+def test_transports_are_imported_before_a_round_waits(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, *, record_ahead: bool
 ) -> None:
     """All that may be used, recorded or not."""

@@ -86,7 +86,7 @@ def test_workers_are_known_by_name_and_parent(launches: list[Launch]) -> None:
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_who_waits_for_a_server_of_which_a_worker_has_died_is_told_at_once(
+def test_an_engine_that_waits_for_a_server_of_which_a_worker_has_died_is_told_at_once(
     fake: FakeSGLang, launches: list[Launch], idle: bool
 ) -> None:
     """SGLang takes seconds to end, and its HTTP side answers so long. The next launch is another server."""

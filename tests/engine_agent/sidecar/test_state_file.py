@@ -118,7 +118,7 @@ class Disk:
 
 
 def test_late_is_beside_and_now_is_behind_what_was_begun() -> None:
-    """Whoever writes late goes on at once; whoever writes now has the newest record on disk afterwards."""
+    """A late write returns at once; after a write now the newest record is on disk."""
     disk = Disk()
     late = StateWriter(disk.write)
     late.later(record(1))

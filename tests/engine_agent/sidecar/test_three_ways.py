@@ -325,7 +325,7 @@ def ends() -> Iterator[Ends]:
 def deployment(
     tmp_path_factory: pytest.TempPathFactory, ends: Ends, request: pytest.FixtureRequest
 ) -> Iterator[Deployment]:
-    """Whose sidecar takes part in the broadcast in the server's place; ``joined``: the server's own worker does."""
+    """The engine whose sidecar takes part in the broadcast; ``joined``: the server's own worker does."""
     folder = tmp_path_factory.mktemp("three")
     for seed in range(SEEDS):
         tiny_model.write(folder / f"seed{seed}", seed)
@@ -383,7 +383,7 @@ def test_one_round_brings_one_version_by_three_transports(deployment: Deployment
 
 
 @pytest.mark.parametrize("slowest", NAMES)
-def test_nobody_goes_on_before_all_three_are_verified(deployment: Deployment, slowest: str) -> None:
+def test_no_engine_goes_on_before_all_three_are_verified(deployment: Deployment, slowest: str) -> None:
     """While one of them is in the middle, two stand still with a version that is proven and not committed.
 
     The lock is one: another trainer is refused meanwhile. Then one commit, of one epoch, lets all of them go on.
@@ -451,14 +451,14 @@ def struck(deployment: Deployment, name: str, half: str) -> None:
 
 @pytest.mark.parametrize("half", ["server", "sidecar"])
 @pytest.mark.parametrize("name", NAMES)
-def test_who_is_killed_in_the_middle_is_alone_in_it(deployment: Deployment, name: str, half: str) -> None:
+def test_an_engine_that_is_killed_in_the_middle_is_alone_in_it(deployment: Deployment, name: str, half: str) -> None:
     """The other two commit at once, serve, and are the only ones listed; the next round brings the third one back."""
     struck(deployment, name, half)
 
 
 @pytest.mark.parametrize("half", ["server", "sidecar"])
 @JOINED
-def test_so_is_who_takes_part_itself_in_the_broadcast(deployment: Deployment, half: str) -> None:
+def test_so_is_a_server_that_takes_part_in_the_broadcast_itself(deployment: Deployment, half: str) -> None:
     """Its worker waits in a collective then, and nobody reaches it there."""
     struck(deployment, "wide", half)
 
@@ -469,7 +469,7 @@ def failing(deployment: Deployment, name: str) -> contextlib.AbstractContextMana
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_who_fails_in_the_middle_is_left_out_alone(deployment: Deployment, name: str) -> None:
+def test_an_engine_that_fails_in_the_middle_is_left_out_alone(deployment: Deployment, name: str) -> None:
     """Half changed it stands still; beside what it serves it was not changed. The next round brings it back."""
     committed_by_all(deployment)
     version, seed = next_of(deployment)
@@ -495,7 +495,7 @@ def test_who_fails_in_the_middle_is_left_out_alone(deployment: Deployment, name:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_who_fails_once_is_sent_everything_again_in_the_same_round(deployment: Deployment, name: str) -> None:
+def test_an_engine_that_fails_once_is_retried_in_the_same_round(deployment: Deployment, name: str) -> None:
     """By its own transport; nobody else is given anything twice, and all of them are committed together."""
     committed_by_all(deployment)
     version, seed = next_of(deployment)

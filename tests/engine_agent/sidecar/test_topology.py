@@ -241,7 +241,7 @@ def write_status(process: Path, *ids: int) -> None:
 
 
 @pytest.mark.parametrize(("device", "unlike"), [("cpu", "root"), ("cuda", "ns")])
-def test_who_shares_no_folder_or_namespace_opens_nothing(
+def test_an_engine_that_shares_no_folder_or_namespace_opens_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, unlike: str
 ) -> None:
     """A container of its own: the server's files are others under the same names."""

@@ -51,7 +51,7 @@ def test_a_server_that_was_silent_has_to_answer_before_it_is_paused() -> None:
     assert server.asked == ["pause", "answers", "answers", "pause", "pause"]
 
 
-def test_a_server_that_was_silent_is_refused_before_anybody_stands_still() -> None:
+def test_a_server_that_was_silent_is_refused_before_any_engine_stands_still() -> None:
     """In its pause the engines that move would stand still for it, in every version."""
     server = Server()
     worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(MetricSource.ENGINE))
@@ -61,7 +61,7 @@ def test_a_server_that_was_silent_is_refused_before_anybody_stands_still() -> No
     assert server.asked == ["pause", "answers"]
 
 
-def test_whether_a_server_moves_is_looked_at_before_anybody_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_server_moves_is_looked_at_before_any_engine_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it did something lately: rounds that follow each other do not ask. Who says no has answered."""
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
@@ -108,7 +108,7 @@ def test_what_another_launch_did_not_answer_is_forgotten() -> None:
         vitals.ask("two")
 
 
-def test_who_kept_a_transfer_to_its_deadline_is_asked_before_the_next_one() -> None:
+def test_an_engine_that_kept_a_transfer_to_its_deadline_is_asked_before_the_next_one() -> None:
     """It may have been the trainer: then the server answers, and nobody has lost anything."""
     server = Server()
     vitals = WorkerHealth(cast("Any", server))

@@ -65,7 +65,7 @@ def test_a_round_brings_the_padding_too(world: World) -> None:
         assert holds(world.server, world.trainer.values)
 
 
-def test_nobody_waits_where_nothing_is_made(world: World) -> None:
+def test_no_worker_waits_where_nothing_is_made(world: World) -> None:
     """And nobody is told of seconds that there is nothing to say of: a step of a round is in its figures or is none."""
     world.round()
     assert "copy" in world.receiver.seconds
@@ -369,7 +369,7 @@ def test_an_exporter_that_is_gone_fails_the_round_before_a_byte_moves(world: Wor
 
 
 def test_a_server_that_answers_without_its_workers_is_a_failure(world: World) -> None:
-    """Nobody is waited for when the call has come back."""
+    """No worker is waited for when the call has come back."""
     world.server.tp += 1
 
     def give_up() -> None:
@@ -664,7 +664,7 @@ def test_another_epoch_is_refused(world: World, told: int) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["absent", "withdrawn"])
-def test_whoever_does_not_come_is_named_and_the_others_are_served(world: World, *, known: bool) -> None:
+def test_a_receiver_that_does_not_come_is_named_and_the_others_are_served(world: World, *, known: bool) -> None:
     """It costs `join_s`, or nothing where somebody knows that it will not come."""
     sender, session = world.trainer.sender, world.trainer.session(1)
     sender.offer(session, [Peer("e", world.server.tp), Peer("absent", 1)])

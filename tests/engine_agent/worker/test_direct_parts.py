@@ -163,7 +163,7 @@ def test_a_part_that_is_never_made_fails_the_round(world: Making, made: int) -> 
 
 @pytest.mark.parametrize("copied", [0, 1])
 @pytest.mark.parametrize("why", ["the sidecar hangs up", "a newer round is made"])
-def test_who_waits_in_vain_lets_the_server_go_at_once(
+def test_a_receiver_that_waits_in_vain_lets_the_server_go_at_once(
     world: Making, monkeypatch: pytest.MonkeyPatch, copied: int, why: str
 ) -> None:
     """Long before the round's deadline; whether anything was written is known as ever."""

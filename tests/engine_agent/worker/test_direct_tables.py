@@ -156,7 +156,7 @@ def test_a_session_with_its_table_is_as_ever(world: World) -> None:
 
 
 def test_a_session_has_one_table(world: World) -> None:
-    """Whoever gives another one is refused, before anything is on offer as well; after the session nobody minds."""
+    """Another table is refused, before anything is on offer as well, and ignored after the session."""
     table = world.trainer.session(1).known
     with pytest.raises(TransferFailed, match="nothing was offered"):
         world.trainer.sender.tabled(Tabled(table))
@@ -246,7 +246,7 @@ class Crowd:
         return direct_wire.RECEIVER.hear(self.engines[engine], Deadline(WAIT_S), "the sender")
 
     def end(self) -> dict[str, str]:
-        """Who did not take the version, once the sender knows of all."""
+        """Engines that did not take the version, once the sender knows of all."""
         self._serving.join(WAIT_S)
         assert not self._serving.is_alive()
         for frames in self.engines.values():
@@ -266,7 +266,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
-def test_who_does_not_read_a_table_keeps_nobody_from_it(tmp_path: Path, asked: str) -> None:
+def test_a_receiver_that_does_not_read_a_table_keeps_no_receiver_from_it(tmp_path: Path, asked: str) -> None:
     """Nor from saying that it has finished. Whoever reads at last has all of it."""
     crowd = Crowd(tmp_path, "slow", "fast")
     if asked == "after":
@@ -289,7 +289,7 @@ def test_who_does_not_read_a_table_keeps_nobody_from_it(tmp_path: Path, asked: s
 
 
 @pytest.mark.parametrize("how", ["reads nothing", "goes away"])
-def test_who_never_reads_its_table_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_receiver_that_reads_no_table_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Within the time for a message, and alone."""
     monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd(tmp_path, "slow", "fast")
@@ -308,7 +308,7 @@ def test_who_never_reads_its_table_is_dropped(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("how", ["half a message", "half a length", "no message", "half a greeting", "a stranger"])
-def test_who_stands_still_while_it_speaks_holds_nobody(tmp_path: Path, how: str) -> None:
+def test_a_receiver_that_stands_still_while_it_speaks_holds_no_receiver(tmp_path: Path, how: str) -> None:
     """Stopped in the middle of a recording of megabytes, say, or before it has said who it is."""
     crowd = Crowd(tmp_path, "slow", "fast")
     message = framed(b"x" * 5_000_000)
@@ -333,7 +333,7 @@ def test_who_stands_still_while_it_speaks_holds_nobody(tmp_path: Path, how: str)
 
 
 @pytest.mark.parametrize("who", ["a peer", "a guest"])
-def test_who_stands_still_while_it_speaks_is_let_go_of(
+def test_a_receiver_that_stands_still_while_it_speaks_is_let_go_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """Within the time for a message: a peer has failed then, alone; of somebody unknown nobody speaks."""
@@ -350,7 +350,7 @@ def test_who_stands_still_while_it_speaks_is_let_go_of(
     silent.close()
 
 
-def test_who_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is for standing still, not for a message: a loaded host takes long over a large one."""
     monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd(tmp_path, "slow")
@@ -361,7 +361,7 @@ def test_who_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pyte
     assert crowd.end() == {"slow": "x" * 100}
 
 
-def test_who_reads_slowly_is_told_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_reads_slowly_is_told_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it reads anything."""
     monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd(tmp_path, "slow")
@@ -378,7 +378,7 @@ def test_who_reads_slowly_is_told_to_the_end(tmp_path: Path, monkeypatch: pytest
     assert crowd.end() == {}
 
 
-def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
+def test_a_receiver_that_does_not_read_its_layout_holds_no_receiver(tmp_path: Path) -> None:
     """It is larger than any socket takes at once."""
     crowd = Crowd(tmp_path, "slow", "fast")
     crowd.say("slow", direct_wire.GiveLayout())
@@ -393,7 +393,7 @@ def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
     assert crowd.end() == {}
 
 
-def test_who_asks_and_does_not_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_asks_and_does_not_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before what it is to be told fills the trainer's memory; a layout is there once for all who ask."""
     tell, told = lines.ConnectionPool.send, list[bytes]()
     monkeypatch.setattr(
@@ -409,7 +409,7 @@ def test_who_asks_and_does_not_read_is_let_go_of(tmp_path: Path, monkeypatch: py
 
 
 def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path) -> None:
-    """Who is let go of while a table is on its way hears the end of the connection, and who is not told why."""
+    """A receiver that is let go of while a table is on its way hears the end of the connection, and is not told why."""
     crowd = Crowd(tmp_path, "slow", "idle")
     crowd.sender.tabled(crowd.tabled)
     crowd.say("slow", direct_wire.GiveTable())
@@ -428,14 +428,14 @@ def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path) -> None
 
 
 def test_a_table_is_asked_for_only_where_it_follows(tmp_path: Path) -> None:
-    """Whoever asks for one in a session that has its table would wait for it in vain."""
+    """A receiver that asks for one in a session that has its table would wait for it in vain."""
     crowd = Crowd(tmp_path, "e", whole=True)
     crowd.say("e", direct_wire.GiveTable())
     assert crowd.hear("e") == direct_wire.Failed(reason="it said GiveTable out of turn")
     assert crowd.end() == {"e": "it said GiveTable out of turn"}
 
 
-def test_who_asks_once_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_asks_once_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the table comes at the moment in which it asks: both wake the sender."""
     pump, paused, go_on = DirectSender._pump, threading.Event(), threading.Event()
 
@@ -508,7 +508,7 @@ def pump(sender: DirectSender) -> None:
 
 @pytest.mark.parametrize("how", ["withdrawn", "closed", "never"])
 def test_a_table_that_does_not_come(world: World, copied: threading.Event, how: str) -> None:
-    """Whoever says so ends the wait, and so does the deadline: the engine is one that was written to, and failed."""
+    """`Withdraw` ends the wait, and so does the deadline: the engine is one that was written to, and failed."""
     under_way = Round(world, 3.0 if how == "never" else WAIT_S)
     taken = under_way.start()
     assert copied.wait(WAIT_S)

@@ -283,7 +283,7 @@ def test_values_that_decide_are_read() -> None:
 
 @pytest.mark.parametrize("way", ["numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__cuda_array_interface__"])
 def test_ways_out_of_torch_are_reads(way: str) -> None:
-    """Who takes an address could do anything with it. Afterwards the ways are what they were."""
+    """A loader could do anything with an address. Afterwards the ways are what they were."""
     before = getattr(torch.Tensor, way)
 
     def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
@@ -574,7 +574,7 @@ def test_a_tensor_of_which_nothing_is_kept_is_named() -> None:
     assert [SPECS[index].name for index in recording.dropped] == ["d"]
 
 
-def test_memory_of_nobody_is_no_target() -> None:
+def test_memory_without_an_owner_is_no_target() -> None:
     """What is written to memory outside of the model cannot be followed there."""
     elsewhere = torch.zeros(6, 8)
 
@@ -689,7 +689,7 @@ def test_a_copy_that_torch_does_not_tell_of_goes_through_the_loader(
 
 
 def test_a_recording_says_what_is_no_copy() -> None:
-    """Somebody has to see why rounds are slow, and what no round writes."""
+    """Operators have to see why rounds are slow, and what no round writes."""
 
     def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
         if "a" in weights:

@@ -153,7 +153,7 @@ def test_a_version_that_was_called_off_is_not_put_into_place(sidecar: Sidecar) -
 
 
 def test_a_version_that_was_called_off_leaves_its_memory_to_the_scheduler(sidecar: Sidecar) -> None:
-    """Nobody knows when the next one comes; and before that one the worker is asked whether there is room for it."""
+    """When the next version comes is unknown; before it the worker is asked whether there is room."""
     assert isinstance(sidecar.take(), wire.Taken)
     assert sidecar.taker._inbox is not None
     assert sidecar.taker._inbox.memory
@@ -249,7 +249,7 @@ def test_a_thread_that_is_stuck_in_its_memory_is_left_with_it(
     released.set()
 
 
-def test_parameters_that_nobody_wrote_were_not_touched(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_parameters_were_not_touched(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this version, whatever became of the one before: an engine that holds what it held goes on serving it."""
     sidecar.taker.in_loader.set()
     monkeypatch.setattr(Passage, "reason", "a rank has died")
@@ -278,7 +278,7 @@ def test_a_scheduler_that_goes_on_breaks_off_what_is_received(
 def test_a_sidecar_that_goes_away_ends_what_is_received_and_the_thread(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would ever tell it to put anything into place; the scheduler is told that it is not alive."""
+    """It would never be told to put anything into place; the scheduler is told that it is not alive."""
     begun, reasons = threading.Event(), list[str]()
     monkeypatch.setattr(Passage, "waits", begun)
     monkeypatch.setattr(Passage, "reasons", reasons)
@@ -320,7 +320,7 @@ def test_it_is_woken_in_time(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_gets_the_interpreter_from_the_first_word_on(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is asked for room is told next to take something: a scheduler that looks for requests holds up neither."""
+    """A worker that is asked for room is told next to receive: a scheduler that looks for requests holds up neither."""
     usual, seen = sys.getswitchinterval(), list[float]()
     free = taker.free_bytes
     monkeypatch.setattr(taker, "_SOON_S", WAIT_S)

@@ -319,7 +319,7 @@ def test_a_model_that_takes_long_to_record_keeps_no_other_from_it(
 
 
 def test_a_loader_that_fails_says_so_and_the_server_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is held; the next round records as ever."""
+    """No process is held; the next round records as ever."""
     with monkeypatch.context() as patched:
         patched.setattr(worker_state, "trace_load", lambda *_: 1 / 0)
         with pytest.raises(TransferFailed, match="ZeroDivisionError"):
@@ -349,7 +349,7 @@ def test_a_busy_server_is_not_waited_for(world: World, monkeypatch: pytest.Monke
 
 
 def test_an_agent_that_ends_lets_the_server_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever records is told, and returns to its server."""
+    """A worker that records is told, and returns to its server."""
     held = threading.Event()
     plain = worker_state.trace_load
 

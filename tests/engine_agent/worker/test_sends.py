@@ -111,7 +111,7 @@ def test_over_nixl_as_over_gloo(world: SendsWorld, monkeypatch: pytest.MonkeyPat
         assert holds(world.server, world.trainer.values)
 
 
-def test_whoever_forbids_it_is_paused_for_the_whole_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_forbids_staging_is_paused_throughout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy of the sidecar, and said in its status."""
     world = SendsWorld(tmp_path / "r", 1, monkeypatch, beside=False)
     for seed in (1, 2):
@@ -169,7 +169,7 @@ def test_a_transfer_that_breaks_off_says_whether_weights_are_whole(
 def test_turns_shrink_where_memory_is_short(
     world: SendsWorld, monkeypatch: pytest.MonkeyPatch, who: Any, kind: type[Exception]
 ) -> None:
-    """Who has no room for what it packs or receives costs one attempt: the next is cut into turns of an eighth.
+    """A member without room for what it packs or receives costs one attempt: the next is cut into turns of an eighth.
 
     By what went wrong, and not by how it is worded.
     """
@@ -344,7 +344,7 @@ def test_a_trainer_that_plans_otherwise_sends_nothing(world: SendsWorld, monkeyp
     assert not world.receiver.touched
 
 
-def test_who_does_not_come_is_left_out_and_the_others_begin(world: SendsWorld) -> None:
+def test_an_engine_that_does_not_come_is_left_out_and_the_others_begin(world: SendsWorld) -> None:
     """Before the group begins no engine fails for another."""
     session = world.trainer.session(1)
     address = world.offer(session, [Peer("e", world.server.tp), Peer("absent", 1)])
@@ -383,7 +383,7 @@ def test_what_is_not_the_version_is_noticed(world: SendsWorld) -> None:
     assert "DigestMismatch" in world.trainer.sends.failed["e"]
 
 
-def test_who_says_nothing_keeps_nobody_waiting(world: SendsWorld) -> None:
+def test_an_engine_that_says_nothing_keeps_no_engine_waiting(world: SendsWorld) -> None:
     """Twenty strangers that connect before anybody of the round, and are silent; one that speaks another language."""
     world.epoch += 1
     session = world.trainer.session(world.epoch)

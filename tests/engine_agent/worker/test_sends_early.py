@@ -78,7 +78,7 @@ def test_it_forms_while_the_engine_plans(world: SendsWorld, formed: list[str], m
 
 
 @pytest.mark.parametrize("what", ["its engine cannot prepare", "a worker cannot reach its sidecar"])
-def test_an_attempt_that_fails_leaves_nobody_in_it(
+def test_an_attempt_that_fails_leaves_no_engine_in_it(
     world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A communicator would stay in the server: what has formed is let go of, and the next attempt has its own group."""

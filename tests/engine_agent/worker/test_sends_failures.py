@@ -236,7 +236,7 @@ class Dying(Remote):
 def test_a_worker_that_died_is_known_before_its_server_has_ended(
     world: SendsWorld, ends: Ends, tmp_path: Path, request: pytest.FixtureRequest, point: str
 ) -> None:
-    """Nobody waits for what the server answers: the others would wait with it."""
+    """The server's answer is not waited for: the other engines would wait with it."""
     sidecar = SendsReceiver(world.runtime)
     request.addfinalizer(sidecar.shutdown)
     victim = Dying(ends, tmp_path, point=point, signal=int(signal.SIGKILL), at=1)
@@ -253,7 +253,7 @@ def test_a_worker_that_died_is_known_before_its_server_has_ended(
     assert ours.exception(WAIT_S) is None or point == "moving"
 
 
-def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) -> None:
+def test_a_member_that_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) -> None:
     """At once, from the leader: such a member's own messages would go on, and its next wait be for a deadline."""
     sender = world.trainer.sends
     address = sender.offer(world.trainer.session(1), [Peer("e", 1), Peer("v", 1)])

@@ -114,7 +114,7 @@ def turns(crowd: Crowd, version: int, *engines: str) -> None:
         assert crowd.round(name, version=version)[name].exception() is None
 
 
-def test_who_takes_turns_has_a_group_of_its_own_that_stays(crowd: Crowd, formed: list[str]) -> None:
+def test_an_engine_that_takes_turns_has_a_group_of_its_own_that_stays(crowd: Crowd, formed: list[str]) -> None:
     """Version after version over the same two, until one of the engines is not there for two of them."""
     crowd.on(e="gpu-0", f="gpu-0")
     for version in (1, 2, 3):
@@ -132,7 +132,7 @@ def test_who_takes_turns_has_a_group_of_its_own_that_stays(crowd: Crowd, formed:
     assert len(set(formed)) == 3
 
 
-def test_who_is_spared_costs_nobody_a_group(crowd: Crowd, formed: list[str]) -> None:
+def test_an_engine_that_is_spared_costs_no_engine_a_group(crowd: Crowd, formed: list[str]) -> None:
     """Where agents cannot say their GPUs, every version begins with both; the first one's group stays nevertheless."""
     crowd.on(e="gpu-0", f="gpu-0")
     for version in (1, 2, 3):
@@ -143,7 +143,7 @@ def test_who_is_spared_costs_nobody_a_group(crowd: Crowd, formed: list[str]) -> 
 
 
 @pytest.mark.parametrize("what", ["it begins anew", "it lost the group after all"])
-def test_who_needs_a_new_group_costs_the_others_in_turn_nothing(
+def test_an_engine_that_needs_a_new_group_costs_the_others_in_turn_nothing(
     crowd: Crowd, formed: list[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Theirs is another one, which stays."""
@@ -191,7 +191,7 @@ def test_a_worker_on_a_rank_s_gpu_is_at_fault(crowd: Crowd) -> None:
     assert re.search("a worker of f and rank . of the trainer are on GPU gpu-0", sends.failed["f"])
 
 
-def test_who_nccl_takes_for_several_hosts_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_nccl_takes_for_several_hosts_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """By NCCL's own variable, which stands in for hosts that nobody has; the processor is nobody's seat."""
     assert (nccl_gpu_id("gpu-0", ""), nccl_gpu_id("cpu", "one")) == ("gpu-0", "")
     monkeypatch.setenv(NCCL_HOSTID, "one")

@@ -87,7 +87,7 @@ def test_a_version_that_is_not_proven_leaves_no_group(world: SendsWorld, formed:
 
 
 @pytest.mark.parametrize("what", ["a rank", "a sidecar", "the workers", "the leader", "the schedule"])
-def test_whoever_begins_anew_is_in_a_new_group(
+def test_an_engine_that_begins_anew_is_in_a_new_group(
     world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """It died between two rounds: the next one does not wait for it in the old group."""
@@ -114,7 +114,7 @@ def test_whoever_begins_anew_is_in_a_new_group(
     assert len(formed) == 2 * MEMBERS
 
 
-def test_who_comes_and_goes_has_nobody_stand_still(
+def test_an_engine_that_comes_and_goes_has_no_engine_stand_still(
     world: SendsWorld, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The others' schedules stay what they are: they take the version beside, and are told no plan anew."""
@@ -160,7 +160,7 @@ def test_a_server_launched_again_with_other_workers_is_served_by_the_same_sideca
 
 
 @pytest.mark.parametrize("who", ["a rank", "a worker"])
-def test_who_lost_the_group_after_all_costs_one_attempt(
+def test_an_engine_that_lost_the_group_after_all_costs_one_attempt(
     world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """It said that it has it, and has it no more: everybody hears of it at once, and the next attempt forms another."""

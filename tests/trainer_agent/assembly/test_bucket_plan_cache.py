@@ -50,7 +50,7 @@ def test_what_is_new_is_planned_anew(made: list[tuple[Manifest, Sequence[int] | 
 
 
 def test_what_cannot_be_planned_is_not_kept(made: list[tuple[Manifest, Sequence[int] | None]]) -> None:
-    """Whoever asks again is told again."""
+    """A second call is answered again."""
     planned = BucketPlanCache[int]()
 
     def fail(*_: object) -> int:

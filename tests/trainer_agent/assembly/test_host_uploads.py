@@ -138,7 +138,7 @@ def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
     )
 
 
-def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
+def test_when_the_last_bucket_is_there_parameters_are_not_read() -> None:
     """Training goes on then."""
     manifest, storages, shards = offloaded()
     upload_stream = LateUploads()

@@ -192,7 +192,7 @@ def test_a_disk_that_fails_costs_the_checkpoint_and_not_the_version(
 def test_a_disk_that_hangs_costs_the_checkpoint_and_no_training(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Nobody waits for it longer than once, and what it writes at last gets no name; when it answers it is used."""
+    """It is waited for once, and what it writes at last gets no name; when it answers it is used."""
     served(tmp_path)
     deployment.engine("e0")
     deployment.connect(**saving(tmp_path, save_every=1))
@@ -306,9 +306,7 @@ def test_a_version_that_is_being_loaded_stays(deployment: Deployment, tmp_path: 
     assert names(tmp_path) == {"checkpoint-3"}
 
 
-def test_what_somebody_else_keeps_there_is_not_touched(
-    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_files_are_not_touched(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers call their own checkpoints the same, and may have been told the same folder."""
     served(tmp_path)
     root = tmp_path / "saved" / "c"
@@ -326,7 +324,7 @@ def test_what_somebody_else_keeps_there_is_not_touched(
     assert all((root / f"checkpoint-{version}" / "optimizer.pt").exists() for version in (1, 3))
 
 
-def test_who_comes_while_a_version_is_taken_away_is_told_so(tmp_path: Path) -> None:
+def test_a_reader_that_comes_while_a_version_is_taken_away_is_told_so(tmp_path: Path) -> None:
     """It gets all of it, or nothing."""
     version = tmp_path / "checkpoint-1"
     version.mkdir()
@@ -438,7 +436,7 @@ def test_a_checkpoint_has_its_name_when_all_of_it_is_on_the_disk(
     assert Path(report.saved).parent.stat().st_ino in synced
 
 
-def test_who_comes_later_does_not_have_a_version_kept_anew(deployment: Deployment, tmp_path: Path) -> None:
+def test_a_reader_that_comes_later_does_not_have_a_version_kept_anew(deployment: Deployment, tmp_path: Path) -> None:
     """It is there already, and may be read by others."""
     served(tmp_path)
     deployment.engine("e0")

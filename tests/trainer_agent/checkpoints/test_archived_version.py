@@ -76,7 +76,7 @@ def test_bytes_that_are_not_those_of_then_are_not_announced(
 def test_another_version_under_this_name_is_refused(
     deployment: Deployment, back: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    """Whoever copied folders about, or named the wrong one, is told what the files say of themselves."""
+    """After folders were copied about, or the wrong one was named, the error says what the files say of themselves."""
     shutil.rmtree(kept(tmp_path, 1))
     shutil.copytree(kept(tmp_path, 2), kept(tmp_path, 1))
     place = {"--save-dir": tmp_path / "saved", "--checkpoint": kept(tmp_path, 1)}[flag]
@@ -90,7 +90,7 @@ def test_another_version_under_this_name_is_refused(
     assert deployment.engines["e0"].label == 3
 
 
-def test_files_without_their_table_are_taken_by_nobody_who_does_not_name_them(
+def test_files_without_their_table_are_taken_by_name_only(
     deployment: Deployment, back: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By its number a version is found only with what proves it; whoever names its folder vouches for it."""
@@ -101,7 +101,7 @@ def test_files_without_their_table_are_taken_by_nobody_who_does_not_name_them(
     assert deployment.engines["e0"].label == 2
 
 
-def test_who_asks_for_what_was_removed_is_told_what_is_there(
+def test_a_reader_that_asks_for_what_was_removed_is_told_what_is_there(
     deployment: Deployment, back: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest `keep_last` are kept; an operator need not look for them."""

@@ -102,7 +102,7 @@ def test_steps_after_the_trainers_own_marker_are_left_alone() -> None:
     assert machine.handle(listed(10, 20, latest=20), 61.0) == (Inspect("step-20"),)
 
 
-def test_an_unfinished_one_that_nobody_writes_any_more_is_reported_once() -> None:
+def test_an_abandoned_unfinished_one_is_reported_once() -> None:
     """And looked into again when it changes after all."""
     machine = WatchMachine(LIMITS)
     machine.handle(listed(10), 0.0)

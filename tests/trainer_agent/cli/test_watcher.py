@@ -209,7 +209,7 @@ def test_a_checkpoint_that_cannot_be_read_is_bad_or_tried_again(
     scene.until(lambda: scene.engine.label == 2)
 
 
-def test_what_nobody_foresaw_while_publishing_is_tried_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unforeseen_error_while_publishing_is_tried_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing about the checkpoint. An interrupt still ends the watch."""
     write(scene.folder / "step-1", 1)
     monkeypatch.setattr(TrainerAgent, "publish", lambda *_: 1 // 0)

@@ -37,7 +37,7 @@ def test_a_range_that_leaves_nothing_is_not_kept_to(monkeypatch: pytest.MonkeyPa
     assert len(set(numbers(choose_ports(0)))) == COUNT
 
 
-def test_one_that_somebody_listens_on_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """And when too few are left, that is said."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -49,6 +49,6 @@ def test_one_that_somebody_listens_on_is_passed_over(monkeypatch: pytest.MonkeyP
 
 
 def test_a_base_is_kept_to() -> None:
-    """Whoever names it knows what is free."""
+    """A port that is named is taken as free."""
     assert numbers(choose_ports(21_000)) == list(range(21_000, 21_000 + COUNT))
     assert msgspec.to_builtins(choose_ports(21_000))["router"] == 21_000

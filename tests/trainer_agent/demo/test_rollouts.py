@@ -160,7 +160,7 @@ def test_the_judge_has_as_long_in_both_runs(tmp_path: Path) -> None:
 
 
 def test_engines_that_fail_end_a_round_and_not_the_next(tmp_path: Path) -> None:
-    """Nobody waits for the judge of answers that never came."""
+    """The judge of answers that never came is not waited for."""
     actor = actor_of(tmp_path, 0.01)
     engines_of(actor).broken = True
     lost: list[Future[Batch]] = [actor.ahead(1, 7), actor.ahead(2, 7)]

@@ -101,7 +101,7 @@ def test_a_gpu_that_cannot_hold_it_is_said(capsys: pytest.CaptureFixture[str], t
     assert not [note for note in many["notes"] if "would keep" in note]
 
 
-def test_who_was_in_the_groups_of_the_figures_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_groups_of_the_figures_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Where broadcasts are predicted, and that waves form theirs anew, which nobody measured."""
     told = ("distributed was measured with servers that join groups", "over distributed every wave connects")
     for way, turns, said in (("sends", ["1"], 0), ("distributed", [], 1), ("distributed", ["1"], 2)):

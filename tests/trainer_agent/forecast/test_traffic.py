@@ -129,7 +129,7 @@ def by_holder(copies: CopyTable, holder: Sequence[int], gpu: int) -> Counter[tup
 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(fleets(), fleets(hosts=2)))
-def test_who_gives_what_is_what_the_planner_says(asked: tuple[str, FleetSpec]) -> None:
+def test_traffic_is_what_the_planner_says(asked: tuple[str, FleetSpec]) -> None:
     """Byte by byte for each pair of ranks, whatever is cut how: own GPU before own host before any other, and turns."""
     name, fleet = asked
     found = predicted(name, fleet)

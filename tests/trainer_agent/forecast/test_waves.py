@@ -152,7 +152,7 @@ def test_files_are_written_for_every_wave(forecast: Forecast) -> None:
 
 
 def test_a_joiner_is_said_of_sends_alone(forecast: Forecast) -> None:
-    """Nobody measured another way; and how many others there are is nothing to it, nor how many may stand still."""
+    """Another way was not measured; neither the number of other engines nor `max_paused` counts."""
     one = forecast.joining_s(FleetSpec(TWO, (Engines(1, transport=ForecastTransport.SENDS),)))
     assert one is not None
     assert (

@@ -120,7 +120,7 @@ def test_receivers_that_are_out_are_dropped_from_the_running_delivery_only() -> 
 
 
 def test_a_newer_send_breaks_off_the_older_delivery() -> None:
-    """Nobody waits for the epoch that was given up: stop, then deliver."""
+    """The epoch that was given up is not waited for: stop, then deliver."""
     machine = brought_to(PublicationState.SENDING)
     assert machine.handle(send(4), 1.0) == (ev.StopDelivery(), ev.StartDelivery(4, RECEIVERS, 60.0))
 
@@ -567,7 +567,7 @@ def test_the_only_word_on_a_table_is_said_until_it_is_taken(refusal: ev.RequestD
 
 @pytest.mark.parametrize("code", [RefusalCode.NOT_ALLOWED, RefusalCode.BAD_BLOB])
 def test_a_table_that_is_not_taken_ends_its_round_at_once(code: RefusalCode) -> None:
-    """Nobody can commit it any more: engines go on, and the version is announced again with its table."""
+    """It cannot be committed any more: engines go on, and the version is announced again with its table."""
     machine = reported(left_open(PublicationState.SENDING))
     assert machine.handle(ev.RequestDenied(code, "no"), 2.0) == (ev.AbandonRound(3, "no"), ev.RequestLease())
     assert machine.handle(ev.LeaseObtained(5, may_defer_digests=True), 2.1) == (ev.AssembleBuckets(),)

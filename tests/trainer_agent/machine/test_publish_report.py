@@ -41,7 +41,7 @@ def test_a_report_fits_one_line_whatever_engines_say() -> None:
 
 
 def test_engines_are_found_by_how_they_ended() -> None:
-    """Who serves, who is lost."""
+    """Engines that serve, and engines that are lost."""
     assert REPORT.committed
     assert REPORT.engines_by(Outcome.COMMITTED) == ("e0",)
     assert REPORT.engines_by(Outcome.LOST) == ("e1",)

@@ -210,7 +210,7 @@ def test_an_engine_that_dies_is_named_and_the_others_are_served(rig: Build) -> N
     assert sent.failed == {"e0": "died at bucket 2"}
 
 
-def test_a_transport_that_cannot_be_opened_is_offered_to_nobody_and_the_reason_travels(rig: Build) -> None:
+def test_a_transport_that_cannot_be_opened_is_not_offered_and_the_reason_travels(rig: Build) -> None:
     """`Offered` names the engines that cannot be served and why; the others get their weights."""
     kinds = (m.TransportKind.LOCAL, m.TransportKind.DISK)
     one = rig(2, FakeCoordinator({kind.value: engine(transports=(kind,)) for kind in kinds}))
@@ -400,7 +400,7 @@ def test_progress_is_told_on_the_root(rig: Build) -> None:
 
 
 @pytest.mark.parametrize("version", [-5, "7", 7.0, True, None, 2**53 + 1])
-def test_what_is_no_version_is_refused_before_anybody_hears_of_it(rig: Build, version: Any) -> None:
+def test_what_is_no_version_is_refused_before_any_engine_hears_of_it(rig: Build, version: Any) -> None:
     """On every rank alike, with what is expected: the agent goes on."""
     made = rig(ranks=2)
     for agent in made.agents:

@@ -90,7 +90,7 @@ def test_other_weights_are_no_catch_up(loop: Loop) -> None:
     assert loop.holds("e1")
 
 
-def test_the_last_snapshot_is_brought_to_who_comes_later(loop: Loop) -> None:
+def test_the_last_snapshot_is_brought_to_a_later_engine(loop: Loop) -> None:
     """By itself, while the loop trains on; and again to the next one."""
     loop.engine("e0")
     loop.connect(catch_up_s=0.1)
@@ -108,7 +108,7 @@ def test_the_last_snapshot_is_brought_to_who_comes_later(loop: Loop) -> None:
     assert [engine.label for engine in loop.engines.values()] == [2, 2, 2]
 
 
-def test_a_snapshot_that_was_overtaken_is_brought_to_nobody(loop: Loop) -> None:
+def test_a_snapshot_that_was_overtaken_is_not_resent(loop: Loop) -> None:
     """A live version was committed since: who comes now waits for the next one, or for a catch-up with that."""
     loop.engine("e0")
     loop.connect(catch_up_s=0.1)

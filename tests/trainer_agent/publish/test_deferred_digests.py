@@ -204,7 +204,7 @@ def test_what_cannot_be_digested_in_place_any_more_begins_anew(rig: Rig, monkeyp
 
 
 def test_a_source_that_fails_meanwhile_ends_the_round(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is told a table; receivers are let go."""
+    """No table is told; receivers are let go."""
 
     def fail(_memory_export: MemoryExport) -> bytes:
         raise AssemblyFailed("a rank is gone")
@@ -334,7 +334,7 @@ def test_the_name_of_a_table_is_that_of_its_blob(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("switched_off", [False, True])
-def test_the_coordinator_is_told_who_would_leave_tables_open(switched_off: bool, tmp_path: Path) -> None:
+def test_the_coordinator_is_told_which_agents_support_deferred_digests(switched_off: bool, tmp_path: Path) -> None:
     """Only such a trainer is allowed to; one that is older than the word would not understand the permission."""
     settings = TrainerSettings(channel="c", open_tables=not switched_off)
     told = topology_of(settings, (DIRECT,), (), runtime_dir=tmp_path, refusals={})

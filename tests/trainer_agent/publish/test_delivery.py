@@ -66,7 +66,7 @@ def test_a_delivery_that_is_stopped_ends_and_says_so(pool: BucketBuffers, sender
 
 @pytest.mark.parametrize("told", [False, True])
 def test_receivers_are_waited_for_once_they_can_come(pool: BucketBuffers, told: bool) -> None:
-    """Nobody is given up for not having come while the offer is still on its way to the coordinator."""
+    """No engine is given up for not having come while the offer is still on its way to the coordinator."""
     sender, session = FakeSender(), make_session(1, 10, make_manifest())
     delivery = Delivery(session, {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.buffers, 60.0)
     assert [offer.address for offer in delivery.open()] == ["/fake/1"]

@@ -150,7 +150,7 @@ class Device:
         self.log.append("settled")
 
     def waited_for(self) -> bool:
-        """Somebody looks whether it is through, and will look again."""
+        """The caller looks whether it is through, and will look again."""
         if not self.stuck:
             self._do()
             self.log.append("waited for")
@@ -319,7 +319,7 @@ class Event:
             each()
 
 
-def test_what_nobody_is_told_parts_of_is_there_when_it_is_exposed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_parts_is_whole_when_it_is_exposed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, too: who reads it looks at no mark. Nothing waits for what digests it."""
     rig.memory_export.digests()
     rig.trainer.step()
@@ -352,7 +352,7 @@ def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("switched_off", [False, True])
-def test_only_who_knows_how_to_wait_is_told_of_parts(rig: Rig, switched_off: bool) -> None:
+def test_only_a_worker_that_can_wait_is_told_of_parts(rig: Rig, switched_off: bool) -> None:
     """An older engine would not understand a map that names them, nor wait for a deferred table.
 
     For it all is there before it is offered anything. That may change from version to version.
@@ -412,7 +412,7 @@ def test_digests_of_a_publication_that_ended_are_of_no_other_one(fixture: str, r
     assert rig.table().tensors == rig.trainer.digests(quantized=fixture == "rig")
 
 
-def test_digests_that_nobody_wanted_are_not_those_of_the_next_publication(plain: Rig) -> None:
+def test_unused_digests_are_not_those_of_the_next_publication(plain: Rig) -> None:
     """What was begun for engines that read is of no use where another one takes buckets, and is not kept."""
     plain.publish(1)
     plain.coordinator.engines = {"e0": Coordinator.info(DIRECT), "e1": Coordinator.info(m.TransportKind.LOCAL)}
@@ -442,7 +442,7 @@ def test_ranks_that_learn_of_another_layout_digest_by_it(plain: Rig) -> None:
 
 
 def test_digests_are_of_the_memory_as_it_is_when_they_are_asked_for(plain: Rig) -> None:
-    """Those that were begun are used once."""
+    """Digests that were begun are used once."""
     plain.publish(1)
     plain.memory_export.prepare(digests=True)
     plain.memory_export.export(prepared=True)

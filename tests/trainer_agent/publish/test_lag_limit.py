@@ -159,7 +159,7 @@ def test_without_lag_a_snapshot_is_served_when_publish_returns(loop: Loop) -> No
 
 
 @pytest.mark.parametrize("why", ["late", "aborted"])
-def test_who_is_too_far_ahead_is_told_so_on_every_rank(loop: Loop, why: str) -> None:
+def test_a_trainer_too_far_ahead_is_told_so_on_every_rank(loop: Loop, why: str) -> None:
     """When the time is over, or at once when nothing is coming; the snapshot's publication is told of as always."""
     gate = Gate()
     engine = loop.engine("e0", gate)

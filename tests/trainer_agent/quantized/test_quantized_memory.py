@@ -37,7 +37,7 @@ class Readable(Rank):
         return Shards.of(tensors, self.world.rows[self.rank], self.rank)
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
-        """Nobody asks here."""
+        """It is not asked here."""
         raise AssertionError(blob)
 
 
@@ -80,7 +80,7 @@ def test_any_pieces_are_read_as_the_quantized_whole(data: st.DataObject, scheme:
 
 @settings(deadline=None, max_examples=20)
 @given(st.data(), st.sampled_from([*map(small, STORED), fp8_block((12, 20))]))
-def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, scheme: Scheme) -> None:
+def test_digests_are_of_the_made_weights_however_they_were_summed(data: st.DataObject, scheme: Scheme) -> None:
     """Elements with the kernel that makes them where that can be, everything else by whoever it falls to; each once."""
     world = World()
     for name, shape in SHAPES.items():

@@ -77,7 +77,9 @@ def test_groups_that_wait_for_each_other_are_broken_off(leave: Leave, tmp_path: 
 
 
 @ENDS
-def test_groups_that_cannot_be_left_hold_nobody(leave: Leave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_cannot_be_left_hold_no_engine(
+    leave: Leave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them have one deadline; whoever can be left by then is."""
     monkeypatch.setattr(broadcast_group, "BREAK_OFF_S", EACH_S, raising=False)
     stuck, quick = [Slow(EACH_S * COUNT) for _ in range(COUNT)], Slow(0.0)

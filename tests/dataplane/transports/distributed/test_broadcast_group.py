@@ -136,7 +136,7 @@ class Aborted:
 @pytest.mark.parametrize("rank", [0, 1], ids=["sends", "receives"])
 @pytest.mark.parametrize("aborts", [False, True], ids=["ends", "is aborted"])
 def test_a_bucket_that_was_broken_off_is_not_taken(monkeypatch: pytest.MonkeyPatch, rank: int, aborts: bool) -> None:
-    """Who sends it would write its slot again, and who receives it load what is not there."""
+    """Its sender would write the slot again, and its receiver load bytes that are not there."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     nccl = Aborted()
     group = BroadcastGroup("g", torch.device("cuda", 0), 2, nccl, rank=rank)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -77,7 +77,7 @@ def test_workers_that_stand_still_hold_no_other_engine(
 def test_the_source_waits_a_while_for_engines_that_all_stand_still(
     tmp_path: Path, halves: Halves, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Nobody shows how long a bucket takes: by its bytes, then, and not until the end of the session."""
+    """Without an engine that shows how long a bucket takes, its bytes say so, and not the end of the session."""
     monkeypatch.setattr(connections, "BUCKET_TIMEOUT_S", 2.0)
     places, manifest = Places(tmp_path), make_manifest(6)
     session = make_session(1, 11, manifest)
@@ -162,7 +162,7 @@ def look(stragglers: Stragglers, done: Sequence[bool], since: float, until: floa
         stragglers.look(done, since + (until - since) * step / steps)
 
 
-def test_who_has_not_done_what_the_others_have_done_long_since_stands_still() -> None:
+def test_an_engine_that_has_not_done_what_the_others_have_done_long_since_stands_still() -> None:
     """Measured by how long the others took: a slow one is given time, also where all of them are slow."""
     quick, slow = (Stragglers("to take a bucket", 0.0, STILL_S) for _ in range(2))
     quick.look([True, False, True], 0.1)
@@ -175,7 +175,7 @@ def test_who_has_not_done_what_the_others_have_done_long_since_stands_still() ->
     slow.look([True, True], 200.0)
 
 
-def test_nobody_stands_still_before_the_others_have_moved() -> None:
+def test_no_engine_stands_still_before_the_others_have_moved() -> None:
     """That nothing moves may be the source's doing: then the deadline decides. And each that moves gives time anew."""
     stragglers = Stragglers("to take a bucket", 0.0, STILL_S)
     look(stragglers, [False, False, False], 0.0, 1000.0)
@@ -188,7 +188,7 @@ def test_nobody_stands_still_before_the_others_have_moved() -> None:
     assert stood.value.members == (2,)
 
 
-def test_a_source_that_was_away_blames_nobody() -> None:
+def test_a_source_that_was_away_blames_no_engine() -> None:
     """It was stopped, or its machine was: whoever waited for its bytes has not stood still. Then the time goes on."""
     stragglers = Stragglers("to take a bucket", 0.0, STILL_S)
     stragglers.look([True, False], 0.1)
@@ -246,8 +246,8 @@ def wait(behind: Behind, at: tuple[int, ...], begin: float, seconds: float) -> N
         behind.look(at, begin + tick / 10)
 
 
-def test_who_keeps_the_others_from_a_bucket_is_named() -> None:
-    """Whoever has come no further for long, however far the source believes to be."""
+def test_an_engine_that_keeps_the_others_from_a_bucket_is_named() -> None:
+    """An engine that has come no further for long, however far the source believes to be."""
     behind = Behind(100.0)
     wait(behind, (3, 4, 4), 100.0, STILL_S - 1)
     with pytest.raises(Stalled, match="come to bucket 4") as stood:
@@ -256,7 +256,7 @@ def test_who_keeps_the_others_from_a_bucket_is_named() -> None:
 
 
 @pytest.mark.parametrize("at", [(2, 2), (-1, -1)])
-def test_nobody_is_behind_where_all_wait_for_the_same(at: tuple[int, int]) -> None:
+def test_no_engine_is_behind_where_all_wait_for_the_same(at: tuple[int, int]) -> None:
     """For the source, which assembles; or for nothing yet."""
     wait(Behind(0.0), at, 0.0, 10 * STILL_S)
 
@@ -272,7 +272,7 @@ def test_slow_ones_have_three_times_as_long_as_the_longest_step() -> None:
     assert stood.value.members == (1,)
 
 
-def test_a_source_that_was_away_blames_nobody_for_it() -> None:
+def test_a_source_that_was_away_blames_no_engine_for_it() -> None:
     """While it did not look it gave nobody anything."""
     behind = Behind(0.0)
     behind.look((1, 0), 0.1)

@@ -61,7 +61,7 @@ class Group:
         self.broadcast: Callable[[torch.Tensor, Deadline], None] = lambda *_: time.sleep(0.002)
 
     def use(self, used: bool) -> None:
-        """Nobody hangs up."""
+        """No connection is closed."""
 
     def abort(self) -> None:
         """Nothing is left."""
@@ -237,7 +237,7 @@ def test_a_stranger_among_many_is_named(fleet: Fleet, word: str) -> None:
     assert "stranger" in fleet.leader.failed["engine-17"]
 
 
-def test_a_stranger_who_deletes_holds_nobody(fleet: Fleet) -> None:
+def test_a_stranger_that_deletes_holds_no_engine(fleet: Fleet) -> None:
     """What is not there is waited for by a store: the leader would stand as long, and hear of no failure."""
     fleet.begin()
     assert fleet.leader._store is not None

@@ -37,7 +37,7 @@ def stood_still(engine: Engine) -> None:
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("how", [launched_again, stood_still])
-def test_who_is_in_no_group_any_more_costs_nobody_a_round(
+def test_an_engine_in_no_group_any_more_costs_no_round(
     tmp_path: Path, engines: int, how: Callable[[Engine], None]
 ) -> None:
     """Whatever its sidecar knew of it before: all of them meet anew, before any byte moves."""
@@ -115,9 +115,7 @@ def suppressed(call: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("cpu", ""), ("", "cpu")], ids=["to joining", "to handing on"])
-def test_who_takes_part_does_not_change_while_the_server_has_not_returned(
-    tmp_path: Path, before: str, after: str
-) -> None:
+def test_membership_does_not_change_while_the_server_has_not_returned(tmp_path: Path, before: str, after: str) -> None:
     """It may read the agent's memory, which would be let go of, or would be asked for two things at once."""
     places, manifest = Places(tmp_path), make_manifest(2)
     sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "switch")

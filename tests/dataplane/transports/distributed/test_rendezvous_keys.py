@@ -18,7 +18,7 @@ EPOCH = 7
 
 
 def stranger_at(store: TCPStore) -> TCPStore:
-    """Somebody who reaches the port, and nothing else."""
+    """A stranger that reaches the port, and nothing else."""
     return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
@@ -110,7 +110,7 @@ def test_another_epoch_is_stale(found: str) -> None:
 
 
 def test_another_epoch_that_begins_ends_this_one() -> None:
-    """Whoever waits finds it, though nobody has told him that his own is over."""
+    """A waiting member finds it, though it was not told that its own epoch is over."""
     store, token = serve_store("127.0.0.1"), new_token()
     meeting, attendance = Rendezvous(store, EPOCH, token), attend(store, token)
     attendance.say("came", "", Deadline(10))

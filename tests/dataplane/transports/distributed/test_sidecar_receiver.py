@@ -183,7 +183,7 @@ def test_a_broadcast_that_does_not_return_has_its_memory_for_itself(
 def test_a_group_that_forms_too_late_is_left(
     places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows of it any more: its connections and threads would be there as long as the sidecar."""
+    """It is forgotten: its connections and threads would be there as long as the sidecar."""
     forms, goes_on, broken = threading.Event(), threading.Event(), threading.Event()
     form = SidecarReceiver._form
 
@@ -266,7 +266,7 @@ def test_servers_join_where_their_workers_could_open_nothing(
     assert not joins.server._groups, "it left them"
 
 
-def test_whoever_was_told_not_to_lets_the_server_join(places: Places, pool: BucketBuffers) -> None:
+def test_an_engine_that_was_told_not_to_lets_the_server_join(places: Places, pool: BucketBuffers) -> None:
     """Nothing is wrong then, and nothing said."""
     receiver = DistributedReceiver(places.root / "run", hands_on=False)
     engine = Engine("e", receiver, server=places.server(KIND))

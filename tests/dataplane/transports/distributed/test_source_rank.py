@@ -175,7 +175,7 @@ def test_a_source_that_dies_ends_the_session_for_all(stand: Stand, other: Source
 
 
 def test_a_source_that_stands_still_costs_the_deadline(stand: Stand, halves: Halves) -> None:
-    """Nobody waits for it beyond that, the engines as little as the leader."""
+    """Neither the engines nor the leader wait for it beyond that."""
     session, address = stand.offer(1, 7)
     halves.start(**job(stand, address, 1, 7, at=1, how="stop"))
     began = time.monotonic()
@@ -288,7 +288,7 @@ def test_servers_that_wait_in_a_broadcast_are_freed_by_their_source(stand: Stand
 def test_an_engine_that_stands_still_is_named_by_the_other_source(
     stand: Stand, other: SourceRank, monkeypatch: pytest.MonkeyPatch, *, forms: bool
 ) -> None:
-    """Who notices it first does not lead; the leader fails that engine for it, and not both for the source."""
+    """The rank that sees it first does not lead; the leader fails that engine for it, and not both for the source."""
     monkeypatch.setattr(broadcast_group, "STILL_S", 0.5)
     monkeypatch.setattr(broadcast_group, "STILL_FORMING_S", 0.5)
     server, goes_on = stand.engines[1].server, threading.Event()
@@ -322,7 +322,7 @@ def test_an_engine_that_stands_still_is_named_by_the_other_source(
     assert all(isinstance(engine.join(), TransferFailed) for engine in stand.engines)
 
 
-def test_groups_that_do_not_form_hold_nobody(stand: Stand, other: SourceRank) -> None:
+def test_groups_that_do_not_form_hold_no_engine(stand: Stand, other: SourceRank) -> None:
     """A server that ends between its first and its second group: the other, and the source, wait for it no longer."""
     join = stand.engines[0].server.join_group
 
@@ -367,7 +367,7 @@ class Leader:
         return rendezvous
 
 
-def test_a_rank_that_goes_on_waits_for_nobody(other: SourceRank) -> None:
+def test_a_rank_that_goes_on_waits_for_no_other(other: SourceRank) -> None:
     """Not for a leader that says nothing more, which its last session would have heard until the deadline."""
     leader = Leader()
     for epoch in (1, 2):
@@ -428,7 +428,7 @@ def test_a_session_that_does_not_end_as_it_should_holds_no_rank(
 def test_a_group_that_forms_when_its_session_is_over_is_left(
     other: SourceRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has it: its connections would be there as long as the rank."""
+    """It has no owner: its connections would be there as long as the rank."""
     forms, goes_on, broken = threading.Event(), threading.Event(), threading.Event()
 
     class Late:
@@ -498,7 +498,7 @@ def test_a_source_that_was_hung_up_offers_its_group_no_more(other: SourceRank, f
     assert serve_alone(leader, other, 3) == ""
 
 
-def test_nobody_hangs_up_for_a_source_between_two_versions(other: SourceRank, formed: Formed) -> None:
+def test_no_engine_hangs_up_for_a_source_between_two_versions(other: SourceRank, formed: Formed) -> None:
     """No server waits for it then, and it may stand as long as it likes: in a debugger, say."""
     leader = Leader()
     for epoch in (1, 2):
@@ -554,7 +554,9 @@ def names() -> list[str]:
     return [each.name for each in threading.enumerate()]
 
 
-def test_a_store_that_goes_while_a_group_forms_holds_nobody(other: SourceRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_goes_while_a_group_forms_holds_no_engine(
+    other: SourceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the session, and not the process when it ends: torch would look for that store for ten minutes."""
     leader = Leader()
     address = leader.begin(1)
@@ -576,7 +578,7 @@ def test_a_store_that_goes_while_a_group_forms_holds_nobody(other: SourceRank, m
 
 
 @pytest.mark.parametrize("who", ["the source", "the leader"])
-def test_who_begins_anew_is_in_new_groups(stand: Stand, other: SourceRank, who: str) -> None:
+def test_an_engine_that_begins_anew_is_in_new_groups(stand: Stand, other: SourceRank, who: str) -> None:
     """All of them are: one that was lost is not waited for in the others."""
     serve(stand, other, 1)
     again = other

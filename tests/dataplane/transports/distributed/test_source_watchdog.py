@@ -172,7 +172,7 @@ def test_a_stand_in_that_stands_still_is_killed_in_the_end(source: Source) -> No
     until(lambda: not Path(f"/proc/{stand_in}").exists(), "it to be gone", AT_ONCE_S)
 
 
-def test_a_stand_in_that_hears_nothing_holds_nobody() -> None:
+def test_a_stand_in_that_hears_nothing_holds_no_engine() -> None:
     """Its pipe is full at last: a rank that trains does not wait in it."""
     here, there = socket.socketpair()
     with here, there:

@@ -1,4 +1,4 @@
-"""Who greets those that come to the sender: nothing that goes wrong with one keeps out the others."""
+"""The thread that greets peers of the sender: nothing that goes wrong with one peer keeps out the others."""
 
 from __future__ import annotations
 

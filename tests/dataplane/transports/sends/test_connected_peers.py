@@ -32,7 +32,7 @@ def test_a_group_is_used_by_the_same_members_if_all_have_it() -> None:
 
 
 def test_an_engine_is_in_one_group() -> None:
-    """Who forms another one, with whomever, has left all others; whoever was in those alone keeps theirs."""
+    """A member that forms another group has left all others; groups without such a member stay."""
     stood = have("a", "b", "c")
     assert stood.take("members of a and b", frozenset({"a", "b"}), everybody) is None
     assert stood.names == ("g-c",)

@@ -1,4 +1,4 @@
-"""Who is left out of a group over NCCL, and whose fault that is not."""
+"""Engines that are left out of a group over NCCL, and the reason that is reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.transports.sends.sender import crowded
 
 
-def test_everybody_on_a_gpu_of_his_own_is_in() -> None:
+def test_workers_on_gpus_of_their_own_are_in() -> None:
     """As is who has none: there it is gloo's."""
     assert crowded({0: "a", 1: "b"}, {"e": ("c", "d"), "f": ("", "")}) == {}
     assert crowded({0: "", 1: ""}, {"e": ("",)}) == {}
@@ -28,7 +28,7 @@ def test_every_gpu_of_the_first_engine_is_taken() -> None:
     assert found["f"].spared
 
 
-def test_a_worker_without_a_gpu_hides_nobody() -> None:
+def test_a_worker_without_a_gpu_hides_no_member() -> None:
     """Its neighbor's GPU may be taken all the same."""
     found = crowded({0: ""}, {"e": ("", "b"), "f": ("", "b"), "g": ("",)})
     assert list(found) == ["f"]

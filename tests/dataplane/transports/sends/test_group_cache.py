@@ -37,7 +37,7 @@ def kept(group: Group, keep_s: float = 100.0) -> GroupCache:
 
 
 def test_a_group_is_used_by_one_at_a_time() -> None:
-    """Whoever takes it has it, and keeps it again when all went well."""
+    """The taker has it, and keeps it again when all went well."""
     group = Group()
     stands = kept(group)
     assert stands.names == ("g1",)
@@ -51,7 +51,7 @@ def test_a_group_is_used_by_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("by", ["another name", "discard"])
-def test_a_group_of_which_nobody_speaks_any_more_is_let_go_of(by: str) -> None:
+def test_a_group_that_is_not_named_any_more_is_let_go_of(by: str) -> None:
     """Without a word to those who may still be in it."""
     group = Group()
     stands = kept(group)
@@ -167,8 +167,8 @@ def test_a_group_that_was_let_go_of_takes_no_other_with_it(clocks: list[Clock]) 
     assert (stands.names, third.end) == (("g1",), "")
 
 
-def test_whoever_said_that_it_has_a_group_has_it_for_a_while(clocks: list[Clock]) -> None:
-    """Everybody has to come and to prepare between that and its use."""
+def test_a_member_that_said_that_it_has_a_group_has_it_for_a_while(clocks: list[Clock]) -> None:
+    """All members have to come and to prepare between that and its use."""
     kept(Group(), 100.0)
     assert clocks[0].interval >= 100.0 + JOIN_S + FORM_S
 

@@ -57,7 +57,7 @@ def forming(form_s: float = 60.0) -> GroupForming:
     return GroupForming(where, torch.device("cpu"))
 
 
-def test_who_asks_has_the_group(slow: Slow) -> None:
+def test_a_member_that_asks_has_the_group(slow: Slow) -> None:
     """Once: it is nobody else's afterwards."""
     under_way = forming()
     slow.go_on.set()
@@ -82,7 +82,7 @@ def test_what_is_not_wanted_is_let_go_of(slow: Slow, when: str) -> None:
 
 
 def test_what_forms_too_late_is_let_go_of(slow: Slow) -> None:
-    """Who waited for it has gone."""
+    """The member that waited for it has gone."""
     under_way = forming(0.1)
     with pytest.raises(DeadlineExceeded):
         under_way.result()
@@ -120,7 +120,7 @@ def test_a_large_group_connects_no_pairs_ahead(slow: Slow, rank: int, workers: i
 
 
 @pytest.mark.parametrize("kind", [P2PGroup, NixlGroup])
-def test_those_with_whom_messages_are_exchanged_are_connected(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def test_members_that_exchange_messages_are_connected(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """As both ends have named them."""
     asked: list[Any] = []
     memory = (torch.zeros(1, dtype=torch.uint8),)

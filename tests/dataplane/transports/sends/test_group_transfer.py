@@ -41,7 +41,7 @@ def passing() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "weightbus-sends"]
 
 
-def test_whoever_comes_too_late_for_the_store_ends_at_once() -> None:
+def test_a_member_that_comes_too_late_for_the_store_ends_at_once() -> None:
     """Torch would knock for more than its deadline, and take the program with it that ends meanwhile (SIGABRT)."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -56,7 +56,7 @@ def test_whoever_comes_too_late_for_the_store_ends_at_once() -> None:
 
 
 def test_a_store_that_is_there_is_joined() -> None:
-    """Whoever looked whether it is there is not taken for a member."""
+    """A peer that only looked whether the group is there is not taken for a member."""
     server = serve_store("127.0.0.1")
     where = group(server.port, size=1, rank=0)
     moved: list[bool] = []
@@ -64,7 +64,7 @@ def test_a_store_that_is_there_is_joined() -> None:
     assert moved == [True]
 
 
-def test_whoever_is_called_off_frees_the_others() -> None:
+def test_a_member_that_is_called_off_frees_the_others() -> None:
     """Long before the deadline of those who wait for its messages; the reason stays with it."""
     server = serve_store("127.0.0.1")
     moving = [threading.Event(), threading.Event()]
@@ -151,7 +151,7 @@ def course(monkeypatch: pytest.MonkeyPatch) -> Iterator[Course]:
     made.standing.discard()
 
 
-def test_a_group_in_which_all_has_moved_is_kept_before_anybody_hears_of_it(
+def test_a_group_in_which_all_has_moved_is_kept_before_any_member_hears_of_it(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next epoch may begin at once, and use it; those of other turns stay beside it, and no others."""
@@ -171,7 +171,7 @@ def test_a_group_in_which_all_has_moved_is_kept_before_anybody_hears_of_it(
     assert course.said == ["formed", "moved", "returned", "moved", "returned"]
 
 
-def test_a_group_forms_for_those_with_whom_messages_are_exchanged(course: Course) -> None:
+def test_a_group_connects_members_that_exchange_messages(course: Course) -> None:
     """NCCL connects those pairs, and NIXL reads that memory; a pair that one of its ends does not name hangs."""
     memory = (torch.zeros(1, dtype=torch.uint8),)
     ends = frozenset({3, 4}), frozenset({5})
@@ -191,7 +191,7 @@ def test_a_group_that_is_said_to_stand_is_not_formed_anew(course: Course) -> Non
     assert course.said == ["raised: group g is not here any more"]
 
 
-def test_who_is_not_ready_says_why_before_the_others_see_it_break(
+def test_a_member_that_is_not_ready_says_why_before_the_others_see_it_break(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait in the group; what they would make of its end is that this process has died."""
@@ -209,7 +209,7 @@ def test_who_is_not_ready_says_why_before_the_others_see_it_break(
     assert course.standing.names == ()
 
 
-def test_who_fails_while_messages_move_breaks_the_group_first(course: Course) -> None:
+def test_a_member_that_fails_while_messages_move_breaks_the_group_first(course: Course) -> None:
     """The others wait for them, for as long as a turn may take."""
 
     def move(_group: QueuePair) -> None:
@@ -222,7 +222,7 @@ def test_who_fails_while_messages_move_breaks_the_group_first(course: Course) ->
     assert course.standing.names == ()
 
 
-def test_who_sees_the_group_break_hears_why_first(course: Course) -> None:
+def test_a_member_that_sees_the_group_break_hears_why_first(course: Course) -> None:
     """Else the leader would take for the cause that it broke: whoever broke it may speak later, or by its sidecar."""
     broke = threading.Event()
 
@@ -243,7 +243,7 @@ def test_who_sees_the_group_break_hears_why_first(course: Course) -> None:
     assert course.said[-1] == "raised: rank 1 was late"
 
 
-def test_who_hears_of_no_cause_says_what_it_saw(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_hears_of_no_cause_says_what_it_saw(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a while: nobody else may know of any."""
     monkeypatch.setattr(passage, "_SAY_FIRST_S", 0.1)
 
@@ -254,8 +254,8 @@ def test_who_hears_of_no_cause_says_what_it_saw(course: Course, monkeypatch: pyt
         course.run(move=move)
 
 
-def test_who_is_late_itself_says_so_at_once(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows a better cause, and the others wait to hear it."""
+def test_a_member_that_is_late_itself_says_so_at_once(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No member knows a better cause, and the others wait to hear it."""
     monkeypatch.setattr(passage, "_SAY_FIRST_S", LONG_S)
 
     def move(_group: QueuePair) -> None:
@@ -267,7 +267,7 @@ def test_who_is_late_itself_says_so_at_once(course: Course, monkeypatch: pytest.
     assert time.monotonic() - began < LONG_S / 2
 
 
-def test_a_group_that_forms_for_who_was_called_off_is_broken(course: Course) -> None:
+def test_a_group_that_forms_for_a_member_that_was_called_off_is_broken(course: Course) -> None:
     """Nothing moves in it, whoever has come; nobody waits here for that."""
     course.form.clear()
 
@@ -296,7 +296,7 @@ def test_a_group_that_does_not_form_is_waited_for_as_long_as_was_said(
 
 @pytest.mark.parametrize("how", ["says so", "fails to ask"])
 def test_nothing_moves_any_more_when_it_was_called_off(course: Course, how: str) -> None:
-    """Whoever called it off goes on to use the memory."""
+    """The caller goes on to use the memory."""
     moving = threading.Event()
 
     def move(moved: QueuePair) -> None:

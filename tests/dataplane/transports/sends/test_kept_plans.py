@@ -74,7 +74,7 @@ def test_thousands_that_come_and_go_leave_nothing_behind(fleet: Fleet) -> None:
     assert (made._plans, made._made, made._schedules, made._names) == ({}, {}, {}, {})
 
 
-def test_who_takes_part_in_every_version_proposes_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_takes_part_in_every_version_proposes_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are that take turns, and though one is away for some versions."""
     made, proposed = PlanAgreement(), list[str]()
     agree = made.agree
@@ -94,7 +94,7 @@ def test_who_takes_part_in_every_version_proposes_once(fleet: Fleet, monkeypatch
     assert len(proposed) == len(set(proposed)) == len(devices)
 
 
-def test_who_was_forgotten_proposes_again_and_gets_the_same_schedule(fleet: Fleet) -> None:
+def test_a_member_that_was_forgotten_proposes_again_and_gets_the_same_schedule(fleet: Fleet) -> None:
     """And who prepares by a plan that is not known here is told to propose it."""
     made = PlanAgreement()
     (before,) = take_part(made, fleet, 1, "away")

@@ -73,7 +73,7 @@ def test_messages_arrive_both_ways_in_order() -> None:
         group.close()
 
 
-def test_who_gives_up_waits_no_longer() -> None:
+def test_a_member_that_gives_up_waits_no_longer() -> None:
     """`abort` from another thread ends a wait long before its deadline, and nothing is posted afterwards."""
     memories = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     waits, other = groups(memories)
@@ -97,7 +97,7 @@ def test_who_gives_up_waits_no_longer() -> None:
         group.close()
 
 
-def test_nobody_is_waited_for_beyond_the_deadline() -> None:
+def test_no_member_is_waited_for_beyond_the_deadline() -> None:
     """Neither a sender that offers nothing nor a receiver that reads nothing."""
     memories = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     made = groups(memories)

@@ -99,7 +99,7 @@ def form(memory: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("began", ["PROC", "ERR"])
 def test_a_read_that_goes_on_keeps_what_it_writes_into(monkeypatch: pytest.MonkeyPatch, began: str) -> None:
-    """Nobody else gets that memory, and what is to be received into it next waits until the read has ended."""
+    """The memory is not given away, and the next receive into it waits until the read has ended."""
     monkeypatch.setattr(nixl_group, "_LEFT", left := list[nixl_group._Left]())
     agent, memory = Reading(), torch.zeros(64, dtype=torch.uint8)
     made = NixlGroup(agent, torch.device("cpu"), 0, 2)

@@ -49,7 +49,7 @@ def test_messages_arrive_both_ways() -> None:
 
 
 @pytest.mark.parametrize("gone", ["nobody", "the rank before it", "the rank after it"])
-def test_who_gives_up_frees_the_others(gone: str) -> None:
+def test_a_member_that_gives_up_frees_the_others(gone: str) -> None:
     """Long before the deadline of a rank that waits for a message, which nobody will send any more.
 
     Also where another rank is why it gives up: that one has ended.
@@ -76,7 +76,7 @@ def test_who_gives_up_frees_the_others(gone: str) -> None:
         gives_up.exchange([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 0)], Deadline(LONG_S))
 
 
-def test_who_waits_in_vain_is_told_of_slow_links() -> None:
+def test_a_member_that_waits_in_vain_is_told_of_slow_links() -> None:
     """A turn's deadline does not tell who stands still from a link that does not carry it: what to do is said."""
     groups = formed(2)
     with pytest.raises(ChunkTimeout, match=r"waited 0\.2 s for a peer .* let the engine take distributed or disk"):
@@ -90,7 +90,7 @@ def test_a_turn_whose_time_is_over_before_it_is_waited_for_is_late() -> None:
         groups[0].exchange([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.0))
 
 
-def test_who_does_not_connect_is_no_late_turn() -> None:
+def test_a_member_that_does_not_connect_is_no_late_turn() -> None:
     """Over NCCL pairs connect while a group forms: less at a time would change nothing."""
     groups = formed(2)
     none: frozenset[int] = frozenset()
@@ -169,7 +169,7 @@ def refused() -> Work:
 def test_a_group_that_does_not_connect_is_broken_off(
     monkeypatch: pytest.MonkeyPatch, connect: Callable[[], Work], error: type[Exception], seconds: float
 ) -> None:
-    """Nobody has it: its threads and its memory on the GPU would be there as long as the process."""
+    """It has no owner: its threads and its memory on the GPU would be there as long as the process."""
     nccl = Nccl(connect)
     with pytest.raises(error):
         over(nccl, monkeypatch, seconds)

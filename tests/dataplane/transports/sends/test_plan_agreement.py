@@ -97,7 +97,7 @@ def test_a_rank_that_began_anew_is_told_in_full() -> None:
 
 
 def test_what_is_asked_for_when_all_are_prepared_is_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody waits then; when a plan was agreed to only the engine that has it is at work."""
+    """The whole round waits then; when a plan was agreed to only the engine that has it is at work."""
     plans, twin = PlanAgreement(), PlanAgreement()
     one = _agreed(plans)
     wanted = [twin.letters(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]

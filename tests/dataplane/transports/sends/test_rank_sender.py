@@ -128,7 +128,7 @@ def test_a_rank_is_connected_with_those_that_it_sends_to(
     ended(rank)
 
 
-def test_who_is_through_does_not_hang_up_first(
+def test_a_member_that_is_through_does_not_hang_up_first(
     rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """A leader that is late to read its last word would take the end for a death."""
@@ -146,7 +146,7 @@ def test_who_is_through_does_not_hang_up_first(
 def test_what_forms_is_called_off_with_an_epoch_that_fails(
     rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
-    """Nobody will ask for it; the leader hears why, and then the connection ends."""
+    """It is asked for no more; the leader hears why, and then the connection ends."""
 
     class Forms:
         name, discarded = "early", 0
@@ -215,7 +215,7 @@ def test_an_epoch_that_fails_ends_when_nothing_is_bound_any_more(
 def test_an_epoch_in_which_something_is_bound_for_ever_leaves_it_alone(
     rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
-    """Nobody waits for that thread; the next epoch has nothing of what it has, and it lets go of that in the end."""
+    """That thread is not waited for; the next epoch shares nothing with it, and it lets go of its part in the end."""
     bound, released, notes = threading.Event(), threading.Event(), list[str]()
 
     def for_ever(*arguments: Any) -> SendQueue:
@@ -245,7 +245,7 @@ def test_an_epoch_in_which_something_is_bound_for_ever_leaves_it_alone(
 def test_one_epoch_at_a_time(
     rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
-    """Whoever still waits to begin has gone on when the next one does."""
+    """A rank that still waits to begin has gone on when the next epoch does."""
     first = led(monkeypatch)
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     until(lambda: bool(first.heard), "it to come")
@@ -258,7 +258,7 @@ def test_one_epoch_at_a_time(
 
 
 def test_parts_that_no_worker_needs_are_forgotten(rank: RankSender) -> None:
-    """Those that are named only are known by what was told before."""
+    """Plans that are only named are known from earlier messages."""
     kept = rank_sends._Kept()
     first = rank._mail_of(kept, [letters(5, one_message(), "a"), letters(6, NOTHING, "b")])
     assert [(each.peer, len(each.messages)) for each in first] == [(5, 1), (6, 0)]

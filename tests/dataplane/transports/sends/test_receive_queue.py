@@ -80,7 +80,7 @@ def test_all_that_is_received_lies_in_memory_that_it_names(*, beside: bool) -> N
     assert closed == (["close all"] if beside else [f"close {turn}" for turn in range(TURNS)])
 
 
-def test_what_was_taken_beside_is_nobody_s_once_it_is_let_go_of() -> None:
+def test_a_staged_version_is_freed_once_it_is_let_go_of() -> None:
     """The scheduler has this memory for its requests: neither messages nor copies keep it. Then there is other."""
     box = inbox(part(), [], beside=True)
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_nothing_arrives_in_memory_before_the_device_has_left_it(
     [part(straight_at=SIZE + 1), part(unpacked_at=SIZE + 1), part(within=2 * TURNS * SIZE)],
     ids=["received", "unpacked", "unpacked from"],
 )
-def test_nothing_is_written_into_memory_that_is_nobody_s(odd: Part, *, beside: bool) -> None:
+def test_nothing_is_written_into_freed_memory(odd: Part, *, beside: bool) -> None:
     """Neither from the wire nor out of staging; and nothing is unpacked of what lies behind that."""
     with pytest.raises(ManifestError):
         inbox(odd, [], beside=beside)

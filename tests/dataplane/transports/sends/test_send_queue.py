@@ -92,7 +92,7 @@ def test_all_that_is_sent_lies_in_memory_that_it_names(turns: int) -> None:
     [mail(straight_at=SIZE + 1), mail(packed_at=SIZE + 1), mail(within=(UNDER_WAY - 1) * SIZE + 1)],
     ids=["sent", "packed", "packed into"],
 )
-def test_nothing_is_sent_of_memory_that_is_nobody_s(odd: Mail) -> None:
+def test_nothing_is_sent_of_freed_memory(odd: Mail) -> None:
     """Neither as it lies, nor packed; and nothing is packed over what lies behind."""
     with pytest.raises(ManifestError):
         SendQueue([odd], [region()], NotedEngine([]))

@@ -90,7 +90,7 @@ class Crowd:
                 self.say(member, wire.Finished())
 
     def end(self) -> dict[str, str]:
-        """Who did not take the version, once the leader knows of all."""
+        """Engines that did not take the version, once the leader knows of all."""
         self._serving.join(WAIT_S)
         assert not self._serving.is_alive()
         self.close()
@@ -112,7 +112,7 @@ class Crowd:
 
 @pytest.fixture
 def toy_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody plans here, and every rank has much to send."""
+    """No plan is made here, and every rank has much to send."""
     monkeypatch.setattr(PlanAgreement, "check", lambda *_: None)
     letters = (wire.SentLetters(peer=1, schedule="s", messages=bytes(LARGE)),)
     monkeypatch.setattr(SendsSender, "_letters", lambda *_: letters)
@@ -129,7 +129,7 @@ def served_at_once(crowd: Crowd, engine: str) -> None:
 
 
 @pytest.mark.parametrize("count", [4, 20, 1000], ids=["half a length", "half a seal", "half a message"])
-def test_who_stops_while_it_speaks_holds_nobody(count: int) -> None:
+def test_a_member_that_stops_while_it_speaks_holds_no_member(count: int) -> None:
     """Stopped in the middle of a recording of megabytes, say. It is heard to the end when it goes on."""
     crowd = Crowd("slow", "fast")
     rest = crowd.begin("slow", wire.Failed(reason="x" * 2000), count)
@@ -140,7 +140,7 @@ def test_who_stops_while_it_speaks_holds_nobody(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1000], ids=["nothing", "a part"])
-def test_who_does_not_read_its_layout_holds_nobody(count: int) -> None:
+def test_a_receiver_that_does_not_read_its_layout_holds_no_receiver(count: int) -> None:
     """However large it is. Whoever goes on to read has all of it."""
     crowd = Crowd("slow", "fast")
     crowd.say("slow", wire.GiveLayout())
@@ -157,7 +157,7 @@ def test_who_does_not_read_its_layout_holds_nobody(count: int) -> None:
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["one with the token", "a stranger"])
-def test_who_comes_and_says_nothing_holds_nobody(*, knows: bool) -> None:
+def test_a_member_that_comes_and_says_nothing_holds_no_member(*, knows: bool) -> None:
     """Whether it knows the token or not."""
     crowd = Crowd("fast")
     silent = crowd.reach() if knows else socket.create_connection(parse_tcp_address(crowd.address.address))
@@ -167,7 +167,7 @@ def test_who_comes_and_says_nothing_holds_nobody(*, knows: bool) -> None:
 
 
 @pytest.mark.parametrize("plans", [(), ("p",), ("p", "p")], ids=["none", "one", "two"])
-def test_who_says_less_than_it_should_is_left_out_alone(plans: tuple[str, ...]) -> None:
+def test_a_member_that_says_less_than_it_should_is_left_out_alone(plans: tuple[str, ...]) -> None:
     """An engine of one worker that is prepared for too little or too much: the others are served on."""
     crowd = Crowd("odd", "fast")
     crowd.say("odd", wire.Prepared(plans=plans, schedules=plans[1:]))
@@ -181,7 +181,7 @@ def test_who_says_less_than_it_should_is_left_out_alone(plans: tuple[str, ...]) 
 
 @pytest.mark.usefixtures("toy_plans")
 @pytest.mark.parametrize("how", ["reads nothing", "stops while it speaks"])
-def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_member_that_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """After the time for a message, while nobody has begun: the others take the version."""
     monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd("slow", "fast")
@@ -201,7 +201,9 @@ def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how
 
 
 @pytest.mark.parametrize("how", ["speaks", "reads"])
-def test_who_goes_on_while_the_leader_plans_has_not_stood_still(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_member_that_goes_on_while_the_leader_plans_has_not_stood_still(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     """Plans of a large model take seconds, in which the leader neither hears nor tells anybody."""
     crowd, came = Crowd("slow", "fast"), list[wire.ToReceiver]()
     rest = b""
@@ -234,7 +236,7 @@ def test_who_goes_on_while_the_leader_plans_has_not_stood_still(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("toy_plans")
-def test_who_has_spoken_while_the_leader_was_away_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_has_spoken_while_the_leader_was_away_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that was stopped, or waited for its own host, has heard nobody: that is nobody's fault."""
     finish = SendsSender.finish
 
@@ -253,7 +255,7 @@ def test_who_has_spoken_while_the_leader_was_away_is_not_silent(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("toy_plans")
-def test_who_has_just_read_how_to_begin_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_has_just_read_how_to_begin_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that took: it has not been asked to say anything before."""
     looked, silent = threading.Event(), lines.ConnectionPool.silent_for
 
@@ -291,7 +293,7 @@ def test_the_name_of_a_group_tells_nothing_of_the_secret() -> None:
     assert not [name for name in names for at in range(len(token) - 7) if token[at : at + 8] in name]
 
 
-def test_who_asks_and_does_not_read_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_asks_and_does_not_read_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before what it is to be told fills the leader's memory; a layout is there once for all who ask."""
     tell, told = lines.ConnectionPool.send, list[bytes]()
     monkeypatch.setattr(
@@ -309,7 +311,7 @@ def test_who_asks_and_does_not_read_is_let_go_of(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("toy_plans")
-def test_nobody_begins_without_a_rank_that_has_gone_again() -> None:
+def test_no_member_begins_without_a_rank_that_has_gone_again() -> None:
     """All would wait for it in the group."""
     crowd = Crowd("e", ranks=2)
     until(lambda: all(end.frames is not None for end in crowd.sender._ranks.values()), "the ranks to be known")
@@ -327,7 +329,7 @@ def test_nobody_begins_without_a_rank_that_has_gone_again() -> None:
 
 @pytest.mark.usefixtures("toy_plans")
 def test_nothing_has_ended_well_that_was_closed_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever still moves had not said that it was through; so the group is not one to be used again."""
+    """A member that still moves had not said that it was through; so the group is not one to be used again."""
     pump, begun = lines.ConnectionPool.poll, threading.Event()
 
     def closed_then(of: lines.ConnectionPool[ConnectedPeer], timeout_s: float) -> None:
@@ -377,7 +379,7 @@ def test_turns_shrink_where_all_move_and_one_is_late() -> None:
 @pytest.mark.usefixtures("toy_plans")
 @pytest.mark.parametrize("member", ["v", "rank 0"])
 @pytest.mark.parametrize("through", [False, True], ids=["moving", "through"])
-def test_turns_stay_where_somebody_may_have_been_stopped(member: str, *, through: bool) -> None:
+def test_turns_stay_where_a_member_may_have_been_stopped(member: str, *, through: bool) -> None:
     """It was not heard of for most of a turn, and others wait for it; not if it is through and has no more to say."""
     late = Late()
     end = late.sender._engines["v"] if member == "v" else late.sender._ranks[0]
@@ -411,7 +413,7 @@ def test_turns_stay_where_the_leader_itself_was_stopped(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("toy_plans")
-def test_who_does_not_read_how_to_begin_holds_nobody_from_beginning() -> None:
+def test_a_member_that_does_not_read_how_to_begin_holds_no_member_from_beginning() -> None:
     """What the trainer's ranks are told grows with the model, and they are told first."""
     crowd = Crowd("e", ranks=2)
     crowd.prepare("e")
@@ -425,7 +427,7 @@ def test_who_does_not_read_how_to_begin_holds_nobody_from_beginning() -> None:
 
 
 @pytest.mark.usefixtures("toy_plans")
-def test_who_never_reads_how_to_begin_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_never_reads_how_to_begin_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """In time: the others have begun, and would wait for it in the group."""
     monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd("e", ranks=2)
@@ -453,7 +455,7 @@ def test_ranks_join_what_the_engine_has_begun_to_join() -> None:
 
 
 def test_nothing_is_said_in_the_middle_of_something_else() -> None:
-    """Who is let go of while its layout is on its way hears the end of the connection."""
+    """An engine that is let go of while its layout is on its way hears the end of the connection."""
     crowd = Crowd("slow", "idle")
     crowd.say("slow", wire.GiveLayout())
     until(lambda: bool(crowd.sender._engines["slow"].unsent), "the layout to be too much")

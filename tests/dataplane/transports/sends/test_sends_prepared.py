@@ -29,7 +29,7 @@ __all__ = ["toy_plans"]
 
 
 @pytest.mark.parametrize("how", ["a schedule that is cut otherwise", "a plan that nobody agreed to"])
-def test_who_is_prepared_for_something_else_is_left_out_alone(how: str) -> None:
+def test_a_member_that_is_prepared_for_something_else_is_left_out_alone(how: str) -> None:
     """Of another version of weightbus, say: it would wait for messages that nobody sends. The others begin."""
     pieces, exports, recording = model(2)
     crowd = Crowd("odd", "fast", ranks=1, exposed=ExportedWeights(pieces, tuple(exports), ()))
@@ -74,7 +74,7 @@ def test_turns_follow_the_size_of_the_fleet() -> None:
 
 
 @pytest.mark.usefixtures("toy_plans")
-def test_who_has_finished_is_not_withdrawn() -> None:
+def test_a_member_that_has_finished_is_not_withdrawn() -> None:
     """Its agent died when it held the version: it took it, and that is no failure of its group either."""
     crowd = Crowd("e", "f", ranks=1)
     crowd.prepare("e", "f")
@@ -91,7 +91,7 @@ def test_who_has_finished_is_not_withdrawn() -> None:
 
 
 @pytest.mark.usefixtures("toy_plans")
-def test_nobody_waits_in_a_group_that_is_not_used_after_all() -> None:
+def test_no_member_waits_in_a_group_that_is_not_used_after_all() -> None:
     """It began to form before it was known: whoever waits in its store is told when the others begin in another."""
     crowd = Crowd("e", ranks=1)
     assert crowd.sender._early is not None

@@ -58,8 +58,10 @@ class _Told:
 
 
 @pytest.mark.parametrize("how", ["is closed meanwhile", "says something else", "hangs up"])
-def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Whoever connects and is of no use, or comes while the sidecar ends, is hung up on."""
+def test_no_member_keeps_a_thread_that_is_not_taken_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A connection that is of no use, or comes while the sidecar ends, is closed."""
     asked, hear = WorkerReceivers(tmp_path), worker_wire.SIDECAR.hear
 
     def heard(frames: Frames, deadline: Deadline, waiting_for: str) -> worker_wire.ToSidecar:
@@ -91,7 +93,7 @@ def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch:
     worker.close()
 
 
-def test_only_who_was_told_a_schedule_is_taken_in(tmp_path: Path) -> None:
+def test_only_a_worker_that_was_told_a_schedule_is_taken_in(tmp_path: Path) -> None:
     """One that comes late with another schedule, or of another rank, is hung up on; the rest is waited for."""
     asked = WorkerReceivers(tmp_path)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as ends:
@@ -117,7 +119,7 @@ def test_only_who_was_told_a_schedule_is_taken_in(tmp_path: Path) -> None:
 def test_a_worker_that_falls_silent_may_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, beside: bool
 ) -> None:
-    """Nobody knows how far it came in its parameters; what it took beside them changes nothing."""
+    """How far it came in its parameters is unknown; what it took beside them changes nothing."""
     monkeypatch.setattr(sends_wire, "SILENT_S", 0.1)
     monkeypatch.setattr(takers, "_END_S", 0.1)
     listener = FrameListener(tmp_path / "t.sock")
@@ -235,7 +237,7 @@ def test_a_worker_that_is_none_of_the_server_s_any_more_takes_nothing(threads: T
 def test_a_sidecar_does_not_vouch_for_a_worker_that_says_nothing(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Whose ranks and workers are late, and why, the leader judges by who was heard of; the sidecar lives on."""
+    """The leader judges by the members that it heard of which are late, and why; the sidecar lives on."""
     monkeypatch.setattr(sends_wire, "BEAT_S", 0.05)
     monkeypatch.setattr(takers, "_VOUCHED_S", 0.5)
     silent, moving = threads.workers

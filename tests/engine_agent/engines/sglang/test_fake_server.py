@@ -32,7 +32,7 @@ def fake(checkpoints: tuple[Path, Path]) -> Iterator[FakeSGLang]:
 
 
 def calls_of(server: SGLangServer) -> list[str]:
-    """Those that are made from now on, as they end."""
+    """Requests that are made from now on, as they end."""
     calls: list[str] = []
 
     def note(call: str, _: float, *, failed: bool) -> None:

@@ -149,7 +149,7 @@ def test_a_server_behind_a_path_is_reached_there(server: Server) -> None:
     assert server.left.get(timeout=AT_ONCE_S)[0] == "/engines/0/destroy_weights_update_group"
 
 
-def test_nobody_waits_in_a_group_any_more_when_the_coordinator_gives_a_sidecar_up() -> None:
+def test_no_engine_waits_in_a_group_any_more_when_the_coordinator_gives_a_sidecar_up() -> None:
     """It begins the next attempt then. The stand-in counts from the sidecar's last sign of life, a tick apart."""
     for limits in (CoordinatorSettings(), Limits()):
         assert limits.silence_s > stand_in.SILENCE_S + stand_in._TICK_S
@@ -175,7 +175,7 @@ def test_the_groups_of_one_that_stands_still_are_left_while_they_are_used(server
 
 
 def test_one_that_ends_as_it_should_has_left_its_groups_itself(server: Server, sidecar: Sidecar) -> None:
-    """Nobody does it once more, and nobody is left."""
+    """It happens once, and no process is left."""
     sidecar.told("used one")
     (child,) = sidecar.children()
     sidecar.told("close")
@@ -218,7 +218,7 @@ def test_a_stand_in_that_stands_still_is_killed_when_the_sidecar_ends(sidecar: S
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_a_stand_in_that_hears_nothing_holds_nobody_and_is_replaced(server: Server) -> None:
+def test_a_stand_in_that_hears_nothing_holds_no_engine_and_is_replaced(server: Server) -> None:
     """Its pipe is full at last: the sidecar goes on without it, and the next groups have another one."""
     made = GroupWatchdog(server.url, Keys(), 3600.0)
     made.entrust(["one"], used=True)

@@ -56,7 +56,7 @@ def test_a_store_is_the_same_through_a_relay(store: TCPStore) -> None:
     relay.cut()
 
 
-def test_who_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) -> None:
+def test_a_worker_that_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) -> None:
     """Although the store itself is well; and nobody comes to it this way any more."""
     relay = StoreProxy(store.host, store.port, "127.0.0.1")
     client = come(relay)
@@ -81,7 +81,7 @@ def test_who_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) 
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None:
+def test_a_worker_that_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None:
     """To one that was cut, or whose store has ended: torch would try to connect until its own deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = StoreProxy("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
@@ -94,7 +94,7 @@ def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None
     relay.cut()
 
 
-def test_who_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> None:
+def test_a_worker_that_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> None:
     """Each of them, as where nobody listens any more. To the address of this one the kernel knows no way at all."""
     relay = StoreProxy("255.255.255.255", 9, "127.0.0.1")
     for _ in range(2):
@@ -105,7 +105,7 @@ def test_who_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> N
     relay.cut()
 
 
-def test_who_asks_for_a_name_first_is_let_in_until_it_has_spoken() -> None:
+def test_a_worker_that_asks_for_a_name_first_is_let_in_until_it_has_spoken() -> None:
     """Torch does, once it is connected. Sent away meanwhile it would come again, and ask again."""
     relay = StoreProxy("255.255.255.255", 9, "127.0.0.1")
     relay.cut()

@@ -129,7 +129,7 @@ def test_a_norm_is_whole_on_every_rank() -> None:
     assert shard(NORM, (6,), 1, 2) == [("model.layers.0.input_layernorm.weight", 0, Box((0,), (6,)))]
 
 
-def test_padding_of_the_vocabulary_is_served_by_nobody() -> None:
+def test_padding_of_the_vocabulary_is_not_served() -> None:
     """Ten words padded to sixteen over four ranks: the third rank holds two of them, the last none."""
     held = [[box.shape[0] for _, _, box in shard(EMBEDDING, (4, 6), rank, 4)] for rank in range(4)]
     assert held == [[4], [4], [2], []]

@@ -90,7 +90,7 @@ def test_a_dense_model_has_no_experts() -> None:
     ],
 )
 def test_advice_fits_the_parameter(name: str, part: str) -> None:
-    """Who trains what is not served reads what to do about it."""
+    """An error for a parameter that is not served says what to do about it."""
     assert part in advice_for(name, GLM)
 
 
