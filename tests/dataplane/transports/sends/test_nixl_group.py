@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +12,14 @@ import torch
 from weightbus.dataplane.errors import ChunkTimeout, PeerLost
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.processes.process_groups import join_store, serve_store
-from weightbus.dataplane.transports.sends.nixl_group import _MODULES, NixlGroup
+from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
+from weightbus.dataplane.transports.sends.transport import nixl_is_installed
 
 LONG_S = 60.0
 PROMPT_S = 20.0
 
-pytestmark = pytest.mark.skipif(
-    not any(importlib.util.find_spec(module) for module in _MODULES), reason="nixl is not installed: weightbus[nixl]"
-)
+pytestmark = pytest.mark.skipif(not nixl_is_installed(), reason="nixl is not installed: weightbus[nixl]")
 
 
 @pytest.fixture(autouse=True)

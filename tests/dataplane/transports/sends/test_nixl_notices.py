@@ -118,7 +118,7 @@ def test_a_read_that_goes_on_keeps_what_it_writes_into(monkeypatch: pytest.Monke
     assert not agent.deregistered
     with pytest.raises(TransferFailed, match="may write into this memory"):
         form(memory)
-    monkeypatch.setattr(nixl_group, "_MODULES", ())
+    monkeypatch.setattr(nixl_group, "NIXL_MODULES", ())
     with pytest.raises(Unsupported):  # so far it comes elsewhere
         form(torch.zeros(64, dtype=torch.uint8))
     agent.state = "DONE"
