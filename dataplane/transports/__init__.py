@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TransferSession as TransferSession,
         Transport as Transport,
     )
-    from .prerecording import PrerecordedTraces as PrerecordedTraces, Prerecording as Prerecording
+    from .plan_exchange import PrerecordedTraces as PrerecordedTraces, Prerecording as Prerecording
     from .worker_exchange import RETURN_S as RETURN_S
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

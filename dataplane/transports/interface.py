@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..memory import CudaMemory, ExportMap, HostMemory
     from ..tensors import BucketSpec, DigestTable, Manifest, Shards, TensorSpec
     from .broadcast_order import Sources
-    from .prerecording import PrerecordedTraces
+    from .plan_exchange import PrerecordedTraces
 
 JOIN_S: Final = 15.0
 """How long a sender waits for receivers to come. Engines are told where at once, and coming takes no time: an

@@ -10,12 +10,14 @@ Load traces, plans and the trainer's layout are kept from round to round.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import is_
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -23,16 +25,33 @@ import msgspec
 import numpy as np
 
 from ..copy import CopyTable, Lanes
-from ..errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
-from ..memory import ArenaRegion, ExportMap
+from ..errors import (
+    DataplaneError,
+    DeadlineExceeded,
+    ManifestError,
+    NotTraceable,
+    PeerLost,
+    TransferFailed,
+    WorkerDied,
+)
+from ..memory import ArenaRegion, ExportedTensor, ExportMap, Region
 from ..processes import Deadline, FrameListener, Frames, WireEnd, WireMessage, open_runtime_dir
-from ..reshard import LoadTrace, PlanReader, ReshardPlan, Verification, make_plan
-from ..tensors import DigestTable, Shards
+from ..reshard import (
+    LoadTrace,
+    PlanReader,
+    ReshardPlan,
+    Verification,
+    make_plan,
+    make_send_schedule,
+    make_verification,
+    pair_bytes_for,
+    staging_layout,
+)
+from ..tensors import DigestTable, Shards, TensorSpec, tensor_positions
 from . import worker_exchange as worker_wire
 from .interface import EngineServer, Exporting, Layout, TransferSession
-from .prerecording import PrerecordedTraces
 from .sessions import reason_of
-from .worker_exchange import RETURN_S, Workers, regions_read
+from .worker_exchange import RETURN_S, ReplayFailed, Workers, regions_read
 
 
 class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
@@ -116,6 +135,45 @@ MOST_SEAL_BYTES: Final = 4096
 
 RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
 SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)
+
+
+_MOST: Final = 4
+"""Models of one server: the one that it serves, and its draft models."""
+
+
+class PrerecordedTraces:
+    """Load traces and proofs of one server from before its first version, for the receiver that takes it.
+
+    What a version's tensors are was foreseen; in which order its manifest names them was not. So traces are given out
+    for another order too: none is made again while a server is paused. Used from one thread.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[tuple[LoadTrace, ...], Verification]] = []
+
+    def keep(self, recordings: Sequence[LoadTrace], proof: Verification) -> None:
+        """The recordings of all workers of one model, and what they will report of it."""
+        self._kept = [*self._kept, (tuple(recordings), proof)][-_MOST:]
+
+    def recordings(self, tensors: tuple[TensorSpec, ...]) -> dict[str, LoadTrace]:
+        """By digest, those of just these tensors in this order."""
+        return {each.digest(): each for known, _ in self._kept for each in known if each.tensors == tensors}
+
+    def proof(self, recordings: Sequence[LoadTrace]) -> Verification:
+        """What the workers with these recordings report. Raises `NotTraceable`."""
+        tensors = recordings[0].tensors
+        for known, proof in self._kept:
+            if len(known) == len(recordings) and all(map(is_, known, recordings)):
+                return proof
+            try:
+                places = tensor_positions(tensors, known[0].tensors)
+            except ManifestError:
+                continue
+            if len(known) == len(recordings) and all(
+                each.renumbered(tensors, places).same(found) for each, found in zip(known, recordings, strict=True)
+            ):
+                return proof.renumbered(tensors, places)
+        return make_verification(recordings)
 
 
 _SAY_S: Final = 10.0
@@ -231,11 +289,6 @@ class PlanExchange:
         self.seconds: dict[str, float] = {}
         """By step of the last round, all models together; `copy`, `wait` and `verify` are of the slowest worker."""
 
-    @property
-    def widest(self) -> int:
-        """Bytes of a round that the worker with most of them takes, of all its models."""
-        return sum(agreement.widest for agreement in tuple(self.agreements.values()))
-
     @contextlib.contextmanager
     def timed(self, what: str) -> Generator[None]:
         """Adds what passes inside to `seconds`."""
@@ -259,18 +312,18 @@ class PlanExchange:
     # -- the call -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def called(self, attempt: Attempt, server: EngineServer) -> Generator[None]:
+    def called(self, engine: str, server: EngineServer, deadline: Deadline, suffix: str = "-w") -> Generator[None]:
         """Have `server` call our loader in all of its workers. What fails inside is told to them, and ends the call.
 
         Raises `WorkerDied` where that is the reason. Without a failure the server may still have to return from the
         call: see `returned`.
         """
         open_runtime_dir(self._runtime_dir)
-        path = self._runtime_dir / f"{attempt.engine}-{os.getpid()}-w.sock"
+        path = self._runtime_dir / f"{engine}-{os.getpid()}{suffix}.sock"
         listener = self._listener = FrameListener(path)
         if self._caller is None:
             self._caller = ThreadPoolExecutor(1, "weightbus-direct")
-        call = self._call = self._caller.submit(server.load_direct, os.fspath(path), attempt.deadline.left())
+        self._call = self._caller.submit(server.load_direct, os.fspath(path), deadline.left())
         try:
             yield
         except Exception as error:
@@ -283,7 +336,7 @@ class PlanExchange:
                 raise WorkerDied(dead) from error
             stalled = self._threads is not None and self._threads.stalled
             with self.timed("return"):
-                _wait(call, 0.0 if stalled else min(attempt.deadline.left(), RETURN_S))
+                self.answered(0.0 if stalled else min(deadline.left(), RETURN_S))
             raise
         listener.close()
 
@@ -292,20 +345,23 @@ class PlanExchange:
         if self._threads is not None:
             self._threads.pulse()
 
-    def gather(self, attempt: Attempt, server: EngineServer, model: int) -> bool:
+    def gather(self, server: EngineServer, model: int, deadline: Deadline) -> bool:
         """Wait for the workers, each with the same model. False where the server has no more models."""
         assert self._listener is not None
         assert self._call is not None
         with self.timed("gather"):
-            return self.workers.gather(self._listener, self._call, server.tp, model == 0, attempt.deadline, self.pulse)
+            return self.workers.gather(self._listener, self._call, server.tp, model == 0, deadline, self.pulse)
 
     def returned(self, deadline_s: float) -> None:
         """Wait until the server has returned from the last call, and raise what it failed with."""
         if self._call is not None:
-            _wait(self._call, deadline_s)
-            if not self._call.done():
+            if not self.answered(deadline_s):
                 raise DeadlineExceeded("the server to return from our loader", deadline_s)
             self._call.result()
+
+    def answered(self, within_s: float) -> bool:
+        """Whether the server has returned from the last call, or does in time: only then nothing of it is under way."""
+        return self._call is None or bool(wait([self._call], within_s).done)
 
     # -- the trainer's layout -----------------------------------------------------------------------------------------
 
@@ -432,7 +488,6 @@ class PlanExchange:
         self.workers.close()
         if self._listener is not None:
             self._listener.close()
-            self._listener = None
 
     def shutdown(self) -> None:
         """Let go of everything."""
@@ -441,6 +496,51 @@ class PlanExchange:
             if each is not None:
                 each.shutdown(wait=False)
         self._caller = self._hearer = None
+
+
+class PlanReceiver:
+    """The part that receivers of in-place transports have in common. Implements `Returning`, `Timed` and `Sized`."""
+
+    def __init__(
+        self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, threads: ReceiveThreads | None = None
+    ) -> None:
+        """See `PlanExchange`."""
+        self._exchange = PlanExchange(runtime_dir, ahead, threads)
+        self.touched = False
+
+    @property
+    def widest(self) -> int:
+        """Bytes of a round that the worker with most of them takes, of all its models."""
+        return sum(agreement.widest for agreement in tuple(self._exchange.agreements.values()))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of the workers, as they said themselves when they came last."""
+        return self._exchange.devices
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Of the last round, by step; `wait` is for what the trainer still made, while nothing was copied."""
+        return self._exchange.seconds
+
+    def returned(self, deadline_s: float) -> None:
+        """Implements `Returning`."""
+        self._exchange.returned(deadline_s)
+
+    def _execute(self, execute: Callable[[], list[worker_wire.PlanExecuted]]) -> list[worker_wire.PlanExecuted]:
+        """Have all workers write their parameters, with `touched` kept true to what they say."""
+        touched, self.touched = self.touched, True
+        try:
+            with self._exchange.timed("replay"):
+                executed = execute()
+        except ReplayFailed as failed:
+            # Every worker has answered: if none of them began to write, the engine holds what it held.
+            self.touched = touched or failed.touched
+            raise
+        slowest = max(executed, key=lambda each: each.wait_s + each.copy_s)
+        self._exchange.add("copy", slowest.copy_s)
+        self._exchange.add("verify", max(each.verify_s for each in executed))
+        return executed
 
 
 def _lanes(blob: bytes) -> Lanes:
@@ -457,9 +557,111 @@ def read_layout(attempt: Attempt) -> ReadLayout:
     return ReadLayout(attempt.layout, Shards.decode([reply.shards], attempt.session.manifest.tensors), exports)
 
 
-def _wait(call: Future[None], seconds: float) -> None:
-    """Until the server has answered: only then nothing of the exchange is under way in it."""
-    try:
-        call.exception(seconds)
-    except FutureTimeout:
-        return
+_NO_LAYOUT: Final = "rehearsed"
+"""In place of a manifest's digest: no version has it."""
+_COMING_S: Final = 15.0
+"""For the server to call our loader. A worker imports it then, for the first time."""
+
+
+class Prerecording:
+    """An exchange before any version, in which the workers record their loader and no weights move.
+
+    A worker keeps its load trace, for a version of exactly these tensors by any transport. `close` may be called from
+    another thread, and ends it. Implements `ReceiveThreads`: no thread receives, and waits end as it says.
+    """
+
+    def __init__(self, runtime_dir: Path, *, sent: bool = False, ahead: PrerecordedTraces | None = None) -> None:
+        """`sent`: versions may be sent to the workers. What is worked out is kept in `ahead`."""
+        self._exchange = PlanExchange(runtime_dir, threads=self)
+        self._ahead = ahead if ahead is not None else PrerecordedTraces()
+        self._sent = sent
+        self.unproven = ""
+        """Why nothing but the recording is there ahead; empty where the rest is, too."""
+        self._closed = False
+        self._models = 0
+        self._coming = Deadline(_COMING_S)
+        """For the server's workers to come."""
+        self.pending = False
+        """`record` has given up, and the server has not come to its call yet: nothing takes that back."""
+        self.dead: int | None = None
+
+    def record(self, tensors: Sequence[TensorSpec], engine: str, server: EngineServer, deadline_s: float) -> int:
+        """Have every worker record each of its models with `tensors`; the number of models, once the server is back.
+
+        Then they bind what they will have to report of it, and load what a first version would wait for.
+
+        Raises `NotTraceable`, `TransferFailed`, and what the server's call raises. A server that does not come to our
+        loader soon is not waited for: when it does, its workers find no sidecar and return.
+        """
+        deadline, exchange, specs = Deadline(deadline_s), self._exchange, tuple(tensors)
+        self.pulse()
+        self._coming = Deadline(_COMING_S)
+        first: list[LoadTrace] = []
+        try:
+            with exchange.called(engine, server, deadline, "-r"):
+                for model in models_of(server):
+                    if not exchange.gather(server, model, deadline):
+                        break
+                    self._coming = deadline  # the server has let us in
+                    asked = exchange.workers.ask_to_record(_NO_LAYOUT, specs, {}, deadline)
+                    made = exchange.workers.recorded(asked, specs, deadline)
+                    recordings = [made[digest] for digest in exchange.workers.recordings]
+                    self._prove(recordings, deadline)
+                    first = first or recordings
+                    exchange.workers.let_go(worker_wire.Done())
+                    exchange.workers.close()
+                    self._models += 1
+        finally:
+            within_s = 0.0 if self.stalled else min(deadline.left(), RETURN_S)
+            self.close()
+            self.pending = not exchange.answered(within_s)
+            exchange.shutdown()
+        exchange.returned(0.0)
+        if not self.unproven:
+            try:
+                _plan_once(first[0])  # the server is back: it stands still for nothing that needs no worker
+            except DataplaneError as error:
+                self.unproven = str(error)
+        return self._models
+
+    def _prove(self, recordings: Sequence[LoadTrace], deadline: Deadline) -> None:
+        """Whatever speaks against it is found again in the first round, and is that round's."""
+        try:
+            needed = [staging_layout(recording.tensors, recording.staged)[1] for recording in recordings]
+            proof = make_verification(recordings)
+            self._exchange.workers.prove(proof.ranks, needed, deadline, sent=self._sent)
+            self._ahead.keep(recordings, proof)
+        except (NotTraceable, TransferFailed) as error:
+            self.unproven = str(error)
+
+    def close(self) -> None:
+        """Let the workers return to their server."""
+        self._closed = True
+        self._exchange.close()
+
+    @property
+    def stalled(self) -> bool:
+        """No worker has come: a server that is busy lets its requests end before it calls any loader."""
+        return not self._models and not len(self._exchange.workers)
+
+    def pulse(self) -> None:
+        """Raise `TransferFailed` where workers are waited for in vain."""
+        if self._closed:
+            raise TransferFailed("no recording is wanted any more")
+        self._coming.check("the server to call our loader: it has requests")
+
+
+def models_of(server: EngineServer) -> Iterable[int]:
+    """The models of a server, in the order in which it calls the loader: until it has no more, where it speculates."""
+    return itertools.count() if server.drafts else (0,)
+
+
+def _plan_once(recording: LoadTrace) -> None:
+    """Plan for a trainer that holds each tensor whole: the first plan of a process takes twice as long as others."""
+    tensors = recording.tensors
+    whole, nbytes = staging_layout(tensors, range(len(tensors)))
+    places = tuple(ExportedTensor(0, at) for at in whole.storage.tolist())
+    shards = replace(whole, storage=np.arange(len(whole)))
+    export = ExportMap(0, "", (Region(nbytes, "cpu"),), places)
+    plan = make_plan(shards, [export], recording, PlanReader(recording.rank, "", "cpu"))
+    make_send_schedule(plan, len(recording.targets), pair_bytes_for(1)).digest()

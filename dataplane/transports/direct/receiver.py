@@ -11,8 +11,7 @@ for.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
@@ -22,10 +21,8 @@ from ...processes import Deadline, Frames
 from ...tensors import DigestTable
 from .. import plan_exchange as wire, worker_exchange as worker_wire
 from ..interface import Address, EngineServer, Exporting, Receipt, Tabled, TransferSession
-from ..plan_exchange import Agreement, Attempt, PlanExchange
-from ..prerecording import PrerecordedTraces
+from ..plan_exchange import Agreement, Attempt, PlanReceiver, PrerecordedTraces, models_of
 from ..sessions import reason_of, shake_hands
-from ..worker_exchange import ReplayFailed
 
 _COPIED_S: Final = 30.0
 """For workers to copy a version and to prove it, besides what its bytes take."""
@@ -38,38 +35,17 @@ def copied_s(nbytes: int) -> float:
     return _COPIED_S + nbytes / _LEAST_BYTES_S
 
 
-class DirectReceiver:
-    """Implements `Receiver`, `Returning`, `Remarking`, `Timed` and `Sized` for one engine."""
+class DirectReceiver(PlanReceiver):
+    """Implements `Receiver` and `Remarking` for one engine."""
 
     def __init__(self, runtime_dir: Path, ahead: PrerecordedTraces | None = None) -> None:
         """`ahead` has the load traces from before any version."""
-        self._exchange = PlanExchange(runtime_dir, ahead)
-        self._touched = False
+        super().__init__(runtime_dir, ahead)
         self._connection: Frames | None = None
         self._coming: Future[Tabled] | None = None
         """The digest table of a session that was begun without, once it was asked for."""
         self.remark = ""
         """Why the last copies were slower than they could be."""
-
-    @property
-    def touched(self) -> bool:
-        """Workers were told to copy."""
-        return self._touched
-
-    @property
-    def widest(self) -> int:
-        """Bytes of a round that the worker with most of them takes, of all its models."""
-        return self._exchange.widest
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Of the workers, as they said themselves when they came last."""
-        return self._exchange.devices
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Of the last round, by step; `wait` is for what the trainer still made, while nothing was copied."""
-        return self._exchange.seconds
 
     def receive(  # noqa: PLR0917
         self,
@@ -84,7 +60,7 @@ class DirectReceiver:
         del rank_offset  # there is no group here
         exchange = self._exchange
         self.close()
-        self._touched, self._coming, exchange.seconds = False, None, {}
+        self.touched, self._coming, exchange.seconds = False, None, {}
         deadline = Deadline(deadline_s)
         with exchange.timed("meet"):
             connection = self._connection = Frames.connect(address.address, deadline)
@@ -92,16 +68,15 @@ class DirectReceiver:
         try:
             with exchange.timed("meet"):
                 exporters = self._shake_hands(attempt)
-            with exchange.timed("held"), exchange.called(attempt, server):
-                for model in itertools.count() if server.drafts else (0,):
-                    if not exchange.gather(attempt, server, model):
+            with exchange.timed("held"), exchange.called(engine, server, deadline):
+                for model in models_of(server):
+                    if not exchange.gather(server, model, deadline):
                         break
                     agreement = exchange.plan(attempt, model)
                     exchange.install(attempt, agreement)
                     exchange.agree(attempt, model, agreement)
                     self._ask_table(attempt)
-                    with exchange.timed("replay"):
-                        executed = self._copy(attempt, exporters, agreement)
+                    executed = self._copy(attempt, exporters, agreement)
                     exchange.prove(agreement, executed, lambda: self._table_of(session))
             attempt.finished()
         except Exception as error:
@@ -111,10 +86,6 @@ class DirectReceiver:
             self.close()
         tabled = self._coming.result() if self._coming is not None else None
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True, tabled=tabled)
-
-    def returned(self, deadline_s: float) -> None:
-        """Implements `Returning`."""
-        self._exchange.returned(deadline_s)
 
     def close(self) -> None:
         """Hang up. Workers that wait for us return from their call."""
@@ -141,24 +112,16 @@ class DirectReceiver:
     def _copy(
         self, attempt: Attempt, exporters: Sequence[Exporting], agreement: Agreement
     ) -> list[worker_wire.PlanExecuted]:
-        """Have all workers copy, with `touched` kept true to what they say."""
         exchange, session = self._exchange, attempt.session
-        touched, self._touched = self._touched, True
         copied = Deadline(min(attempt.deadline.left(), copied_s(session.manifest.nbytes)))
-        try:
-            executed = exchange.workers.replay(
+        executed = self._execute(
+            lambda: exchange.workers.replay(
                 session.epoch, session.version, exporters, exchange.made, agreement.reads, copied
             )
-        except ReplayFailed as failed:
-            # Every worker has answered: if none of them began to write, the engine holds what it held.
-            self._touched = touched or failed.touched
-            raise
+        )
         self.remark = next((each.remark for each in executed if each.remark), "")
-        slowest = max(executed, key=lambda each: each.wait_s + each.copy_s)
         if any(each.round for each in exporters):
-            exchange.add("wait", slowest.wait_s)
-        exchange.add("copy", slowest.copy_s)
-        exchange.add("verify", max(each.verify_s for each in executed))
+            exchange.add("wait", max(executed, key=lambda each: each.wait_s + each.copy_s).wait_s)
         return executed
 
     def _ask_table(self, attempt: Attempt) -> None:

@@ -15,13 +15,22 @@ receiver                     sender                      every rank of the train
   Finished | Failed -------->                             (the engine holds the version, and has proven it)
 """
 
+# ruff: noqa: PLC0414  messages of plan_exchange.py are said here, too
 from __future__ import annotations
 
 from typing import Final
 
 from ...processes import WireEnd, WireMessage
-from ..interface import Group, Layout
-from ..plan_exchange import Agreed, Failed, Finished, GiveLayout, Hello, Propose, Refused
+from ..interface import Group as Group, Layout as Layout
+from ..plan_exchange import (
+    Agreed as Agreed,
+    Failed as Failed,
+    Finished as Finished,
+    GiveLayout as GiveLayout,
+    Hello as Hello,
+    Propose as Propose,
+    Refused as Refused,
+)
 
 
 class RankHello(WireMessage, frozen=True, tag="RankHello"):
@@ -117,30 +126,3 @@ SILENT_S: Final = 10.0
 RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
 """Also of a rank of the trainer."""
 SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)
-
-__all__ = [
-    "BEAT_S",
-    "RECEIVER",
-    "SENDER",
-    "SILENT_S",
-    "Agreed",
-    "BarrierReached",
-    "BeginSends",
-    "Failed",
-    "Finished",
-    "Form",
-    "Forms",
-    "GiveLayout",
-    "Group",
-    "GroupBeat",
-    "Hello",
-    "Invited",
-    "Layout",
-    "Prepared",
-    "Propose",
-    "RankHello",
-    "Refused",
-    "SentLetters",
-    "ToReceiver",
-    "ToSender",
-]

@@ -24,10 +24,9 @@ from ...reshard import SendSchedule, make_send_schedule
 from ...tensors import Manifest
 from .. import worker_exchange as worker_wire
 from ..interface import Address, EngineServer, Group, Receipt, TransferSession
-from ..plan_exchange import Agreement, Attempt, PlanExchange, ReadLayout
-from ..prerecording import PrerecordedTraces
+from ..plan_exchange import Agreement, Attempt, PlanReceiver, PrerecordedTraces, ReadLayout
 from ..sessions import reason_of, shake_hands
-from ..worker_exchange import ReplayFailed, Workers
+from ..worker_exchange import Workers
 from . import messages as wire
 
 _SAY_S: Final = 10.0
@@ -35,15 +34,14 @@ _MODEL: Final = 0
 """Servers of several models are not sent to."""
 
 
-class SendsReceiver:
-    """Implements `Stager`, `Returning`, `Timed` and `Sized` for one engine."""
+class SendsReceiver(PlanReceiver):
+    """Implements `Stager` for one engine."""
 
     def __init__(self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, *, beside: bool = True) -> None:
         """`beside`: versions may be received while the server generates, where there is memory for it."""
         self._threads = WorkerReceivers(runtime_dir)
-        self._exchange = PlanExchange(runtime_dir, ahead, self._threads)
+        super().__init__(runtime_dir, ahead, self._threads)
         self._beside = beside
-        self._touched = False
         self._attempt: Attempt | None = None
         """The session that runs, or that was received beside the served weights and waits for its swap."""
         self._staged = False
@@ -65,26 +63,6 @@ class SendsReceiver:
         self.mode = ""
         """How the last version was received: ``beside`` or ``paused``; and why."""
 
-    @property
-    def touched(self) -> bool:
-        """Workers were told to write parameters."""
-        return self._touched
-
-    @property
-    def widest(self) -> int:
-        """Bytes of a round that the worker with most of them takes."""
-        return self._exchange.widest
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Of the workers, as they said themselves when they came last."""
-        return self._exchange.devices
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Of the last round, by step."""
-        return self._exchange.seconds
-
     def receive(  # noqa: PLR0917
         self,
         session: TransferSession,
@@ -98,7 +76,7 @@ class SendsReceiver:
         del rank_offset  # the sender numbers the workers
         if server.drafts:
             raise Unsupported("a server with draft models is not sent to: let it take the direct or local transport")
-        exchange, deadline, self._touched = self._exchange, Deadline(deadline_s), False
+        exchange, deadline, self.touched = self._exchange, Deadline(deadline_s), False
         staged = self._staged and self._attempt is not None and _same(self._attempt.session, session)
         if staged and self._attempt is not None:
             attempt = replace(self._attempt, session=session, deadline=deadline)
@@ -109,15 +87,16 @@ class SendsReceiver:
                 with exchange.timed("meet"):
                     self._shake_hands(attempt)
             reading = exchange.read_aside(attempt)
-            with exchange.timed("held"), exchange.called(attempt, server):
-                exchange.gather(attempt, server, _MODEL)
+            with exchange.timed("held"), exchange.called(engine, server, deadline):
+                exchange.gather(server, _MODEL, deadline)
                 agreement = self._taken() if staged else self._prepare(attempt, reading)
                 assert session.known is not None  # what is sent is proven with a table that is known
-                with exchange.timed("replay"):
-                    if not staged:
-                        with exchange.timed("take"):
-                            self._take(attempt, agreement, beside=False)
-                    executed = self._swap(attempt)
+                if not staged:
+                    with exchange.timed("replay"), exchange.timed("take"):
+                        self._take(attempt, agreement, beside=False)
+                executed = self._execute(
+                    lambda: exchange.workers.swap(session.epoch, session.version, deadline, exchange.pulse)
+                )
                 exchange.prove(agreement, executed, lambda: session.known)
             attempt.finished()
         except Exception as error:
@@ -149,7 +128,7 @@ class SendsReceiver:
         Changes nothing that is served. Raises `TransferFailed`.
         """
         self.close()
-        self._touched, self._exchange.seconds = False, {}
+        self.touched, self._exchange.seconds = False, {}
         self._threads.require_alive()
         self._threads.require_moving()
         if not self.can_stage(session.manifest):
@@ -174,10 +153,6 @@ class SendsReceiver:
             raise
         self._staged, self.mode = True, "beside"
         return True
-
-    def returned(self, deadline_s: float) -> None:
-        """Implements `Returning`."""
-        self._exchange.returned(deadline_s)
 
     def close(self) -> None:
         """Hang up. Workers that wait for us return from their call; their threads stay, and forget what they took."""
@@ -265,19 +240,6 @@ class SendsReceiver:
         for each in self._schedules[1]:
             each.digest()
 
-    def _swap(self, attempt: Attempt) -> list[worker_wire.PlanExecuted]:
-        """Have all workers put into place what they received, at a time."""
-        exchange, session = self._exchange, attempt.session
-        touched, self._touched = self._touched, True
-        try:
-            executed = exchange.workers.swap(session.epoch, session.version, attempt.deadline, exchange.pulse)
-        except ReplayFailed as failed:
-            self._touched = touched or failed.touched
-            raise
-        exchange.add("copy", max(each.copy_s for each in executed))
-        exchange.add("verify", max(each.verify_s for each in executed))
-        return executed
-
     def _take(self, attempt: Attempt, agreement: Agreement, *, beside: bool) -> None:
         """From the word that all are prepared to the last byte."""
         exchange, connection, deadline = self._exchange, attempt.connection, attempt.deadline
@@ -297,7 +259,7 @@ class SendsReceiver:
         if not isinstance(begin, wire.BeginSends):
             raise PeerLost(f"the sender did not begin: {reason_of(begin)}")
         began = time.monotonic()
-        self._touched = not beside
+        self.touched = not beside
         leader = LeadSession(
             beat=lambda: _beat(connection),
             over=lambda: _over(connection),
@@ -306,7 +268,7 @@ class SendsReceiver:
         try:
             taken = self._threads.take(begin.group, leader, deadline, beside=beside)
         except NotReceived as failed:
-            self._touched = failed.touched
+            self.touched = failed.touched
             raise
         exchange.seconds["wire"] = max(each.seconds for each in taken)
         reached = wire.BarrierReached(seconds=time.monotonic() - began, nbytes=sum(each.nbytes for each in taken))

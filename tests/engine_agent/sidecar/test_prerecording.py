@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.transports import prerecording as rehearsal, registry as transports
+from weightbus.dataplane.transports import plan_exchange as rehearsal, registry as transports
 from weightbus.engine_agent.engines.sglang import compatibility
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer

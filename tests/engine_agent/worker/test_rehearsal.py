@@ -13,8 +13,8 @@ import torch
 
 from weightbus.dataplane.errors import DigestMismatch, TransferFailed
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports import prerecording as rehearsal
-from weightbus.dataplane.transports.prerecording import Prerecording
+from weightbus.dataplane.transports import plan_exchange as rehearsal
+from weightbus.dataplane.transports.plan_exchange import Prerecording
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import worker_state
 from weightbus.engine_agent.worker.worker_state import DigestReport, WorkerState
