@@ -369,7 +369,7 @@ def test_an_agent_that_ends_lets_the_server_go_on(world: World, monkeypatch: pyt
 
     thread = threading.Thread(target=run)
     thread.start()
-    until(lambda: len(asked._workers._workers) == world.server.tp, "the workers")
+    until(lambda: len(asked._exchange.workers._workers) == world.server.tp, "the workers")
     asked.close()
     held.set()
     thread.join(WAIT_S)
