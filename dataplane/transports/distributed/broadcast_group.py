@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 from ...errors import DeadlineExceeded, TransferFailed
 from ...processes import Deadline, SerialCalls, bucket_timeout_s, process_groups as backends, run_all_within
 from ..broadcast_order import GroupSettings, own_group
+from .rendezvous_keys import POLL_S, RendezvousKeys, settled
 from .source_watchdog import Connections, SourceWatchdog, connections_of
 
 ROOT: Final = 0
@@ -44,7 +45,28 @@ class _Backend(backends.GlooReceive, Protocol):
     def abort(self) -> None: ...
 
 
-class BroadcastGroup:
+class _Watched:
+    """One group or several, over gloo with a watchdog while servers wait in them for this process."""
+
+    def __init__(self, name: str, connections: Sequence[Connections]) -> None:
+        self.name = name
+        self._connections = connections
+        self._watchdog: SourceWatchdog | None = None
+
+    @property
+    def hung_up(self) -> bool:
+        """Its connections were ended while this process stood still."""
+        return self._watchdog is not None and self._watchdog.hung_up
+
+    def use(self, used: bool) -> None:
+        """Whether servers wait in it from now on: they are let go when this process stands still meanwhile (gloo)."""
+        if self._watchdog is None and used and any(each.files for each in self._connections):
+            self._watchdog = SourceWatchdog(self._connections)
+        if self._watchdog is not None:
+            self._watchdog.use(used)
+
+
+class BroadcastGroup(_Watched):
     """The root of a group of `world_size` ranks, or another rank of it, which receives."""
 
     def __init__(  # noqa: PLR0917  what it is made of
@@ -57,13 +79,12 @@ class BroadcastGroup:
         rank: int = ROOT,
     ) -> None:
         """`connections` are those with the other ranks, where they can be had."""
-        self.name = name
+        self.connections = connections or Connections()
+        super().__init__(name, [self.connections])
         self.rank = rank
         self.world_size = world_size
-        self.connections = connections or Connections()
         self._device = device
         self._backend: _Backend | None = backend
-        self._watchdog: SourceWatchdog | None = None
 
     @classmethod
     def form(  # noqa: PLR0917
@@ -100,18 +121,6 @@ class BroadcastGroup:
             raise TransferFailed(f"group {name} of {world_size} ranks did not form: {error}") from error
         connections = connections_of(prefixed, rank, world_size) if rank == ROOT else None
         return cls(name, device, world_size, backend, connections, rank)
-
-    @property
-    def hung_up(self) -> bool:
-        """Its connections were ended while this process stood still."""
-        return self._watchdog is not None and self._watchdog.hung_up
-
-    def use(self, used: bool) -> None:
-        """Whether servers wait in it from now on: they are let go when this process stands still meanwhile (gloo)."""
-        if self._watchdog is None and used and self.connections.files:
-            self._watchdog = SourceWatchdog([self.connections])
-        if self._watchdog is not None:
-            self._watchdog.use(used)
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every rank, or receive it; returns when it may be written again, or read."""
@@ -192,6 +201,7 @@ BREAK_OFF_S: Final = 5.0
 _FACTOR: Final = 3.0
 
 _Group = TypeVar("_Group", bound="Leaving")
+_T = TypeVar("_T")
 
 
 class Stalled(TransferFailed):
@@ -258,15 +268,13 @@ class Behind:
             raise Stalled(late, f"to come to bucket {first}", self._waited_s)
 
 
-class EngineGroups:
+class EngineGroups(_Watched):
     """Rank 0 of a group with each engine. Used as a `BroadcastGroup`."""
 
     def __init__(self, name: str, groups: Sequence[BroadcastGroup]) -> None:
         """`name` is of all of them together."""
-        self.name = name
+        super().__init__(name, [group.connections for group in groups])
         self._groups = tuple(groups)
-        self._watchdog: SourceWatchdog | None = None
-        """One for all."""
 
     @classmethod
     def form(  # noqa: PLR0917
@@ -283,7 +291,7 @@ class EngineGroups:
         first = 1
         for member, (workers, ranks) in enumerate(zip(groups.ranks, groups.apart, strict=True)):
             own = own_group(name, first)
-            make = partial(_form, store, own, host, device, 1 + ranks, deadline)
+            make = partial(_form_one, store, own, host, device, 1 + ranks, deadline)
             forming[member] = SerialCalls("weightbus-broadcast").submit(make)
             first += workers
         stragglers = Stragglers("its group to form", time.monotonic(), STILL_FORMING_S)
@@ -299,19 +307,6 @@ class EngineGroups:
         except Exception:
             break_off([partial(break_when_formed, each) for each in forming.values()])
             raise
-
-    @property
-    def hung_up(self) -> bool:
-        """See `BroadcastGroup`."""
-        return self._watchdog is not None and self._watchdog.hung_up
-
-    def use(self, used: bool) -> None:
-        """See `BroadcastGroup`."""
-        connections = [group.connections for group in self._groups]
-        if self._watchdog is None and used and any(each.files for each in connections):
-            self._watchdog = SourceWatchdog(connections)
-        if self._watchdog is not None:
-            self._watchdog.use(used)
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every engine; returns when it may be written again."""
@@ -333,10 +328,28 @@ class EngineGroups:
         break_off(ends)
 
 
-def _form(  # noqa: PLR0917
+def _form_one(  # noqa: PLR0917
     store: Callable[[], Store], name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
 ) -> BroadcastGroup:
     return BroadcastGroup.form(store(), name, host, device, world_size, deadline)
+
+
+def settle(
+    keys: RendezvousKeys,
+    answer: Future[_T],
+    what: str,
+    deadline: Deadline,
+    given_up: Callable[[Future[_T]], None] = lambda _: None,
+) -> _T:
+    """Wait for another thread. What it does cannot be called off, but it is `given_up` when the session is over."""
+    try:
+        while not settled(answer, POLL_S):
+            keys.check()
+            deadline.check(what)
+    except TransferFailed:
+        given_up(answer)
+        raise
+    return answer.result()
 
 
 def break_off(ends: Sequence[Callable[[], None]]) -> None:

@@ -39,8 +39,8 @@ from ...processes import (
 from ..broadcast_order import EnginePart, GroupSettings
 from ..interface import Address, EngineServer, Receipt, TransferSession
 from ..sessions import BucketLoads, check_bucket
-from .broadcast_group import BroadcastGroup, break_off, break_when_formed
-from .rendezvous_keys import POLL_S, RendezvousKeys, holding, settled
+from .broadcast_group import BroadcastGroup, break_off, break_when_formed, settle
+from .rendezvous_keys import RendezvousKeys, holding, settled
 
 _LOG: Final = logging.getLogger(__name__)
 _RETURN_S: Final = 1.0
@@ -131,13 +131,6 @@ class _Session(NamedTuple):
         self.keys.say("came", held, self.deadline)
         groups = GroupSettings.decode(self.keys.group(self.deadline), len(self.transfer.manifest.buckets))
         return groups, groups.of_engine(self.rank_offset, self.address.world_size)
-
-    def settle(self, answer: Future[_T], what: str) -> _T:
-        """Wait for another thread: what it does cannot be called off, and a sender that dies or gives up is noticed."""
-        while not settled(answer, POLL_S):
-            self.keys.check()
-            self.deadline.check(what)
-        return answer.result()
 
 
 class _Member(ABC):
@@ -280,7 +273,7 @@ class ServerReceiver(_Member):
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "weightbus-engine")
         self._asked = self._thread.submit(function, *arguments, session.deadline.check(what))
-        session.settle(self._asked, what)
+        settle(session.keys, self._asked, what, session.deadline)
 
     def _returns(self, seconds: float) -> bool:
         return self._asked is None or settled(self._asked, seconds)
@@ -420,7 +413,8 @@ class SidecarReceiver(_Member):
         check_bucket(session.transfer, index, target)
 
     def _loaded(self, session: _Session, index: int) -> None:
-        session.settle(self._loads.asked[index], f"the server to load bucket {index}")
+        what = f"the server to load bucket {index}"
+        settle(session.keys, self._loads.asked[index], what, session.deadline)
 
     def _call(
         self,
@@ -431,11 +425,7 @@ class SidecarReceiver(_Member):
     ) -> _T:
         answer = self._calls.submit(function)
         self._moving = lambda: not answer.done()
-        try:
-            return session.settle(answer, what)
-        except TransferFailed:
-            given_up(answer)
-            raise
+        return settle(session.keys, answer, what, session.deadline, given_up)
 
     def _break_off(self) -> None:
         """Leave the groups, which ends them for all members; what is queued for the server is not asked any more."""

@@ -29,8 +29,8 @@ from ...processes import (
 )
 from ..broadcast_order import GroupSettings, Sources
 from ..interface import Address
-from .broadcast_group import BroadcastGroup, EngineGroups, Stalled, break_when_formed
-from .rendezvous_keys import POLL_S, RendezvousKeys, settled, source_name
+from .broadcast_group import BroadcastGroup, EngineGroups, Stalled, break_when_formed, settle
+from .rendezvous_keys import POLL_S, RendezvousKeys, source_name
 from .sender import FORM_S
 
 _LOG: Final = logging.getLogger(__name__)
@@ -73,28 +73,37 @@ class SourceRank:
         self.stop()
         group = self._session.leave_group() if self._session is not None else None
         rendezvous = RendezvousKeys(address.address, epoch, source_name(self._number), address.token)
-        self._session = SourceSession(self._number, self._device, sources, rendezvous, group, filled)
-        self._session.start(address, tuple(buckets), Deadline(deadline_s))
+        self._session = SourceSession(
+            self._number, self._device, sources, rendezvous, group, filled, Deadline(deadline_s)
+        )
+        self._session.start(address, tuple(buckets))
 
     def wait_free(self, taken: int) -> None:
         """Wait until all engines have taken the first `taken` buckets, or the session is over: it is by its deadline.
 
         Whatever its thread does then: an engine without such a bucket by now is told that the session failed.
         """
-        if self._session is not None:
-            self._session.wait_free(taken)
+        if (session := self._session) is not None:
+            with session.news:
+                patience_s = session.deadline.left() + _END_S
+                if not session.news.wait_for(lambda: session.taken >= taken or not session.running, patience_s):
+                    _LOG.warning("the session of source %d has not ended though its time is over", self._number)
 
     def filled(self, count: int) -> None:
         """The first `count` buckets are there."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the broadcast runs on another thread's stream
-        if self._session is not None:
-            self._session.filled(count)
+        if (session := self._session) is not None:
+            with session.news:
+                session.filled = count
+                session.news.notify_all()
 
     def spoil(self, tensors: Sequence[str]) -> None:
         """The next bucket is not what was digested: end the session for all, and say which `tensors` changed."""
-        if self._session is not None:
-            self._session.spoil(tensors)
+        if (session := self._session) is not None:
+            with session.news:
+                session.spoiled = tuple(tensors)
+                session.news.notify_all()
 
     def stop(self) -> None:
         """Break off what runs. Memory is not read any more when this returns, but by a thread that is stuck."""
@@ -120,26 +129,28 @@ class SourceSession:
         rendezvous: RendezvousKeys,
         group: AnyGroup | None,
         filled: int,
+        deadline: Deadline,
     ) -> None:
         """`group` is the one of the last session, if it ended well."""
         self._number, self._device, self._sources = number, device, sources
         self._rendezvous = rendezvous
         self._group = group
-        self._news = threading.Condition()
+        self.deadline = deadline
+        self.news = threading.Condition()
         """Of what follows."""
-        self._filled, self._taken = filled, 0
-        self._spoiled: tuple[str, ...] = ()
-        self._running = True
+        self.filled, self.taken = filled, 0
+        """Buckets, from the first on."""
+        self.spoiled: tuple[str, ...] = ()
+        """Tensors of the next bucket that changed."""
+        self.running = True
         self._calls = SerialCalls("weightbus-source")
         self._thread: threading.Thread | None = None
-        self._deadline = Deadline(0.0)
         self.failure = ""
         """For people."""
 
-    def start(self, address: Address, buckets: tuple[torch.Tensor, ...], deadline: Deadline) -> None:
+    def start(self, address: Address, buckets: tuple[torch.Tensor, ...]) -> None:
         """See `SourceRank.begin`."""
-        self._deadline = deadline
-        self._thread = start_thread(lambda: self._run(address, buckets, deadline), "weightbus-source-rank")
+        self._thread = start_thread(lambda: self._run(address, buckets, self.deadline), "weightbus-source-rank")
 
     def stop(self) -> None:
         """End it, and wait a while until its thread has."""
@@ -151,30 +162,11 @@ class SourceSession:
 
     def leave_group(self) -> AnyGroup | None:
         """For the next session, once this one is over. One that is stuck keeps its group, and breaks it in the end."""
-        with self._news:
-            if self._running:
+        with self.news:
+            if self.running:
                 return None
             group, self._group = self._group, None
         return group
-
-    def wait_free(self, taken: int) -> None:
-        """See `SourceRank`."""
-        with self._news:
-            patience_s = self._deadline.left() + _END_S
-            if not self._news.wait_for(lambda: self._taken >= taken or not self._running, patience_s):
-                _LOG.warning("the session of source %d has not ended though its time is over", self._number)
-
-    def filled(self, count: int) -> None:
-        """See `SourceRank`."""
-        with self._news:
-            self._filled = count
-            self._news.notify_all()
-
-    def spoil(self, tensors: Sequence[str]) -> None:
-        """See `SourceRank`."""
-        with self._news:
-            self._spoiled = tuple(tensors)
-            self._news.notify_all()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -188,9 +180,9 @@ class SourceSession:
                 self._await_filled(place, deadline)
                 what = f"bucket {place} of source {self._number} to be taken"
                 self._call(what, deadline, lambda: self._broadcast(memory, deadline))  # noqa: B023
-                with self._news:
-                    self._taken = place + 1
-                    self._news.notify_all()
+                with self.news:
+                    self.taken = place + 1
+                    self.news.notify_all()
                 self._rendezvous.post("sent", str(place + 1))
             self._rendezvous.say("done", "", deadline)
             if self._group is not None:
@@ -208,9 +200,9 @@ class SourceSession:
                 if reason:
                     self._break_off()
             finally:
-                with self._news:
-                    self._running = False
-                    self._news.notify_all()
+                with self.news:
+                    self.running = False
+                    self.news.notify_all()
 
     def _join(self, address: Address, deadline: Deadline) -> None:
         holds = self._group is not None and not self._group.hung_up
@@ -236,13 +228,13 @@ class SourceSession:
         self._rendezvous.say("joined", "", deadline)
 
     def _await_filled(self, place: int, deadline: Deadline) -> None:
-        with self._news:
-            while self._filled <= place:
-                if self._spoiled:
-                    self._rendezvous.post("differs", ",".join(self._spoiled)[:_MAX_NAMED])
+        with self.news:
+            while self.filled <= place:
+                if self.spoiled:
+                    self._rendezvous.post("differs", ",".join(self.spoiled)[:_MAX_NAMED])
                     raise TransferFailed("the weights changed between the digest and the transfer")
                 self._rendezvous.check()
-                self._news.wait(min(POLL_S, deadline.check(f"bucket {place} of source {self._number}")))
+                self.news.wait(min(POLL_S, deadline.check(f"bucket {place} of source {self._number}")))
 
     def _broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         group = self._group
@@ -257,16 +249,7 @@ class SourceSession:
         function: Callable[[], _T],
         given_up: Callable[[Future[_T]], None] = lambda _: None,
     ) -> _T:
-        """Do what cannot be broken off on a thread of its own, and give it up when the session is over."""
-        answer = self._calls.submit(function)
-        try:
-            while not settled(answer, POLL_S):
-                self._rendezvous.check()
-                deadline.check(what)
-        except TransferFailed:
-            given_up(answer)
-            raise
-        return answer.result()
+        return settle(self._rendezvous, self._calls.submit(function), what, deadline, given_up)
 
     def _break_off(self) -> None:
         group, self._group = self._group, None
