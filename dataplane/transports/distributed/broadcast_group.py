@@ -8,6 +8,7 @@ the backend object is built directly: the trainer's default group, its timeouts 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -45,13 +46,16 @@ class _Backend(backends.GlooReceive, Protocol):
     def abort(self) -> None: ...
 
 
-class _Watched:
+class _Watched(ABC):
     """One group or several, over gloo with a watchdog while servers wait in them for this process."""
 
-    def __init__(self, name: str, connections: Sequence[Connections]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._connections = connections
         self._watchdog: SourceWatchdog | None = None
+
+    @abstractmethod
+    def _all_connections(self) -> Sequence[Connections]:
+        """Of each group, where they can be had."""
 
     @property
     def hung_up(self) -> bool:
@@ -60,8 +64,8 @@ class _Watched:
 
     def use(self, used: bool) -> None:
         """Whether servers wait in it from now on: they are let go when this process stands still meanwhile (gloo)."""
-        if self._watchdog is None and used and any(each.files for each in self._connections):
-            self._watchdog = SourceWatchdog(self._connections)
+        if self._watchdog is None and used and any(each.files for each in self._all_connections()):
+            self._watchdog = SourceWatchdog(self._all_connections())
         if self._watchdog is not None:
             self._watchdog.use(used)
 
@@ -79,8 +83,8 @@ class BroadcastGroup(_Watched):
         rank: int = ROOT,
     ) -> None:
         """`connections` are those with the other ranks, where they can be had."""
+        super().__init__(name)
         self.connections = connections or Connections()
-        super().__init__(name, [self.connections])
         self.rank = rank
         self.world_size = world_size
         self._device = device
@@ -121,6 +125,9 @@ class BroadcastGroup(_Watched):
             raise TransferFailed(f"group {name} of {world_size} ranks did not form: {error}") from error
         connections = connections_of(prefixed, rank, world_size) if rank == ROOT else None
         return cls(name, device, world_size, backend, connections, rank)
+
+    def _all_connections(self) -> Sequence[Connections]:
+        return [self.connections]
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every rank, or receive it; returns when it may be written again, or read."""
@@ -273,8 +280,11 @@ class EngineGroups(_Watched):
 
     def __init__(self, name: str, groups: Sequence[BroadcastGroup]) -> None:
         """`name` is of all of them together."""
-        super().__init__(name, [group.connections for group in groups])
+        super().__init__(name)
         self._groups = tuple(groups)
+
+    def _all_connections(self) -> Sequence[Connections]:
+        return [group.connections for group in self._groups]
 
     @classmethod
     def form(  # noqa: PLR0917

@@ -19,8 +19,6 @@ COUNT = 8
 
 
 class Slow:
-    connections = None
-
     """A group that takes its time, as NCCL's may while the driver is busy."""
 
     def __init__(self, seconds: float) -> None:
