@@ -97,7 +97,7 @@ class ServerUnreachable(ServerError):
 
 
 class ServerSilent(ServerError):
-    """No answer within the deadline. What was asked may still be carried out."""
+    """No answer within the deadline. The request may still be carried out."""
 
 
 class AnotherGeneration(ServerError):

@@ -70,7 +70,7 @@ class StateFile:
         self._claim.release()
 
     def read(self) -> StateRecord | None:
-        """What was written last; None when nothing was. Raises `StateUnreadable` on anything else."""
+        """The record that was written last; None without one. Raises `StateUnreadable` on anything else."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:

@@ -36,7 +36,7 @@ CALL_S: Final = 30.0
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process generation of a server is. `label` and `model_path` as they were when read."""
+    """Facts of one process generation of a server. `label` and `model_path` as they were when read."""
 
     ONE_GPU_VARIABLE: ClassVar[str] = ""
     """Environment variable of the server that hides from each worker all GPUs but its own; empty if there is none."""
@@ -78,7 +78,7 @@ class Limitation(NamedTuple):
 
     found: str
     needed: str
-    """What would change that."""
+    """The change that would lift it."""
 
 
 class Observer(Protocol):
@@ -100,7 +100,7 @@ class Engine(EngineServer, Protocol):
 
     @property
     def facts(self) -> EngineFacts:
-        """What `identify` read last. Raises `ServerError` before."""
+        """The facts that `identify` read last. Raises `ServerError` before."""
         ...
 
     @property

@@ -61,7 +61,7 @@ def workers_of(pid: int, name: bytes) -> dict[int, int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """What a process was started with. Raises `OSError` where it may not be read, and while it begins or ends."""
+    """Environment of a process at its start. Raises `OSError` where it may not be read, and while it begins or ends."""
     entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     if not any(entries):
         raise ProcessLookupError(f"process {pid} has no environment: it is about to begin, or has ended")

@@ -1,4 +1,4 @@
-"""What the sidecar decides, pure: what the server holds, commands, resync. Imports control.protocol only."""
+"""Decisions of the sidecar, pure: versions on the server, commands, resync. Imports control.protocol only."""
 
 from typing import TYPE_CHECKING
 

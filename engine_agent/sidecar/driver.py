@@ -94,6 +94,8 @@ from .topology import opened_by, places_of, places_on, topology_of
 
 TICK_S: Final = 0.5
 _CLOSE_S: Final = 5.0
+_ANSWER_S: Final = 5.0
+_AGAIN_S: Final = 0.1
 _SAY_FIRST_S: Final = 0.001
 """The result of an operation is sent before its thread looks ahead: threads of one process wait for each other."""
 
@@ -159,7 +161,7 @@ class EngineAgent:
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
         self._described: EngineFacts | None = None
-        """What the coordinator was told of the server."""
+        """Facts of the server as the coordinator was told them."""
         self._locations: tuple[str, tuple[ProcessLocation, ...]] = ("", ())
         """Identity of a process generation, and the locations of its workers."""
         self._around: tuple[object, ...] = ()
@@ -179,9 +181,7 @@ class EngineAgent:
             registry=self.metrics.registry,
             readiness=self._readiness,
             status=self._status,
-            actions={"/give-back": lambda: self._memory_release.ask(self._view, self._operations.put)}
-            if self.settings.gives_back
-            else {},
+            actions={"/give-back": self._give_back} if self.settings.gives_back else {},
         )
         self.http_port = http.port
         http.start()
@@ -440,6 +440,9 @@ class EngineAgent:
         )
         return transports.by_name(kind).receiver(context)
 
+    def _give_back(self) -> Readiness:
+        return self._memory_release.ask(self._view, self._operations.put)
+
     # -- messages and views --------------------------------------------------------------------------------------------
 
     def _hello(self) -> Hello:
@@ -518,12 +521,6 @@ class EngineAgent:
         return msgspec.json.encode(document)
 
 
-_ANSWER_S: Final = 5.0
-_AGAIN_S: Final = 0.1
-
-_log = get_log(__name__)
-
-
 class ReplySender:
     """One thread that sends the replies of an engine in order, each again until it is acknowledged.
 
@@ -535,7 +532,7 @@ class ReplySender:
     def __init__(self, line: Callable[[], BusClient | None], agent: str) -> None:
         """`line` returns the present connection, if there is one."""
         self._line = line
-        self._log = _log.bind(agent=agent)
+        self._log = get_log(__name__).bind(agent=agent)
         self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
         self._boot = 0
         self._stopping = threading.Event()

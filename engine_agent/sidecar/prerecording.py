@@ -64,7 +64,7 @@ class Prerecorder:
         self._kept = ""
         """Digest of the manifest that the file has."""
         self.ahead = PrerecordedTraces()
-        """What was worked out. Of the worker's thread."""
+        """Traces that were recorded. Of the worker's thread."""
         self._lock = threading.Lock()
         """Of what `close` looks at and sets."""
         self._prerecording: Prerecording | None = None

@@ -1,4 +1,4 @@
-"""What an engine agent can be told. Read once, at the start."""
+"""Settings of an engine agent, and the keys of its server. Read once, at the start."""
 
 import enum
 import stat
@@ -35,7 +35,7 @@ Wait = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class VerificationMode(enum.StrEnum):
-    """What a version must show before it is served."""
+    """Proof that a version needs before it is served."""
 
     REQUIRED = "required"
     """Live parameters or arrived buckets were compared with the digest table; anything else is refused."""

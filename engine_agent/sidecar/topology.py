@@ -50,7 +50,7 @@ def topology_of(
     places: tuple[ProcessLocation, ...],
     takes: Mapping[str, int],
 ) -> Topology:
-    """What the coordinator is told of one process generation.
+    """The topology of one process generation, as the coordinator is told it.
 
     `lacking` are the transports that the server cannot take, `allowed` those of the settings, `places` the locations of
     its workers, and `takes` the bytes of a round that the worker with most of them receives, by transport.
@@ -123,7 +123,7 @@ def _foreign(process: Path, device: str) -> str:
 
 
 def _apart(places: tuple[ProcessLocation, ...]) -> str:
-    """Which worker is not known to reach the first one's GPU, by its driver; empty where all do."""
+    """The worker that is not known to reach the first one's GPU, by its driver; empty where all do."""
     first = places[0].device
     for each in places:
         if each.device != first and (each.reach or {}).get(first, PeerAccess.NONE) is PeerAccess.NONE:

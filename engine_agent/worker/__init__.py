@@ -1,4 +1,4 @@
-"""What runs inside the engine's workers: loader, load tracing, receive thread. An engine's own loader calls it."""
+"""Code inside the engine's workers: loader, load tracing, receive thread. An engine's own loader calls it."""
 
 from typing import TYPE_CHECKING
 

@@ -120,7 +120,7 @@ class Tracer:
         return handler(self, operation, args, kwargs) if handler else self._calculate(operation, args, kwargs)
 
     def _carry_out(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
-        """An operation on nothing that is followed. What it makes may be written to later."""
+        """An operation on nothing that is followed. Its results may be written to later."""
         made: object = operation(*args, **kwargs)
         return made if operation in _ELSEWHERE else self._noted(made)
 
@@ -152,7 +152,7 @@ class Tracer:
         return tree_map_only(torch.Tensor, phantom, result)
 
     def _shapes(self, operation: Any, args: _Args, kwargs: _Kwargs, sources: frozenset[int]) -> object:
-        """What the operation would make, without contents. Raises `ReadsValues` when that depends on values."""
+        """Results of the operation, without contents. Raises `ReadsValues` where their shapes depend on values."""
 
         def shape(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -201,7 +201,7 @@ class Tracer:
         memory.writes.extend(writes)
 
     def _read(self, tensor: torch.Tensor, target: torch.Tensor) -> list[Write]:
-        """What `tensor` holds, as writes to `target`, a view of the same shape."""
+        """Contents of `tensor` as writes to `target`, a view of the same shape."""
         memory = self.memory_of(tensor)
         here = window_of(target)
         if memory is None:
@@ -454,7 +454,7 @@ def _dense(shape: torch.Tensor) -> bool:
 
 
 def _present(tensor: torch.Tensor) -> Write:
-    """What real memory, made while the loader ran, holds before anything that we follow is written to it."""
+    """Contents of real memory, made while the loader ran, before anything that is followed is written to it."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     value = _only_value(whole)
     unknown = calculated((), NotCopiedCause.COMPUTED, "values that came from no tensor")
@@ -471,7 +471,7 @@ def _only_value(tensor: torch.Tensor) -> float | None:
 
 
 def _axis_and_order(operation: Any, args: _Args) -> tuple[int, list[int]] | None:
-    """Which axis is reordered, and how; None for several, or for indexes of more than one axis."""
+    """The axis that is reordered, and its new order; None for several, or for indexes of more than one axis."""
     source = cast("torch.Tensor", args[0])
     if operation is _aten.flip.default:
         axes = [int(axis) % source.dim() for axis in args[1]]

@@ -57,7 +57,7 @@ _ONE_BY_ONE: Final = 8
 _NUMBER: Final = re.compile(r"\d+")
 _ONE: Final = 0.37
 _ANOTHER: Final = -5.21
-"""What stands for the numbers that loaders ask for, as near as nothing. They have nothing in common."""
+"""Stand-ins for the numbers that loaders ask for. The two have nothing in common."""
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
@@ -65,7 +65,7 @@ NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 def trace_load(
     model: torch.nn.Module, load: Callable[[NamedTensors], object], tensors: Sequence[TensorSpec], rank: int
 ) -> LoadTrace:
-    """What `load`, the bound `load_weights` of `model`, does with `tensors`. Raises `NotTraceable`."""
+    """Trace of `load`, the bound `load_weights` of `model`, with `tensors`. Raises `NotTraceable`."""
     left_out: dict[int, StagedTensor] = {}
     for attempt in range(_ATTEMPTS):
         tracer, held, found = _attempt(model, load, tensors, left_out)
@@ -174,7 +174,7 @@ class _Landed:
 
 
 class LoadTraceBuilder:
-    """What one run of a loader did, tensor by tensor."""
+    """Builds the load trace of one run of a loader: copies, exceptions, and the proof that no tensor is missing."""
 
     def __init__(
         self, tensors: Sequence[TensorSpec], held: ModelTensors, tracer: Tracer, left_out: dict[int, StagedTensor]

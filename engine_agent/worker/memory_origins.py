@@ -152,7 +152,7 @@ class WrittenMemory:
         return own.union(*(write.origin.sources for write in self.writes))
 
     def read(self, tensor: torch.Tensor, here: SourceWindow) -> list[Write]:
-        """What `tensor`, a view of this memory, holds, as writes to a memory where its elements are at `here`."""
+        """The contents of `tensor`, a view of this memory, as writes to a memory where its elements are at `here`."""
         move = Move(tuple(tensor.shape), here, window_of(tensor))
         if self.source is not None and not self.writes:
             return [Write(move, self._before(tensor.dtype))]

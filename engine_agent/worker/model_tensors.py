@@ -197,7 +197,7 @@ def _refill(container: _Container, before: _Container) -> None:
 
 
 def _strange(container: _Container, tracer: Known) -> frozenset[int]:
-    """What the tensors and numbers in it, or in what it contains, were made from that are not the model's own."""
+    """Sources of the tensors and numbers in it, at any depth, that are not the model's own."""
     found = frozenset[int]()
     for each in (each for inner in _containers(container) for each in _elements(inner)):
         if isinstance(each, Number):

@@ -71,7 +71,7 @@ class UnknownDialect(EngineAgentError):
     def __init__(self, version: str) -> None:
         super().__init__(
             f"SGLang {version!r} is not a version this agent knows ({_KNOWN}): run one of those, or name the nearest "
-            "with --dialect after trying a round on a server that nobody uses"
+            "with --dialect after trying a round on a server without users"
         )
 
 

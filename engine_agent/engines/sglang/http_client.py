@@ -192,7 +192,7 @@ class TimedNetwork(httpcore.SyncBackend):
 
     @contextlib.contextmanager
     def call(self, seconds: float, most_bytes: int) -> Generator[None]:
-        """What this thread does within ends after `seconds`, and reads `most_bytes` at most, or raises `TooLong`."""
+        """Within, calls of this thread end after `seconds`, and read `most_bytes` at most, or raise `TooLong`."""
         self._budget.until, self._budget.room, self._budget.most = time.monotonic() + seconds, most_bytes, most_bytes
         try:
             yield

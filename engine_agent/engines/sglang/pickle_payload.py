@@ -40,7 +40,7 @@ class _Name:
 
 
 class _Call:
-    """What the reading process gets by calling a global of its own."""
+    """A value that the reading process gets by calling a global of its own."""
 
     def __init__(self, function: _Name, *arguments: "_Node") -> None:
         self.function = function

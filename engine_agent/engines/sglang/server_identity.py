@@ -1,4 +1,4 @@
-"""What a server is, and which process generation of it: two launches must never be taken for one.
+"""Facts of a server, and the identity of its process generation: two launches must never be taken for one.
 
 A server that restarted holds its launch weights under its old address. SGLang does not report when it was started, so
 the identity is made of what differs between two launches: the random seed and the times that the start took, and, where
@@ -18,13 +18,13 @@ from ..interface import EngineFacts
 from ..local_process import environment_of, listener
 
 WORKER: Final = b"sglang::scheduler"
-"""What SGLang calls the processes of its workers."""
+"""SGLang's name for the processes of its workers."""
 _MOVING: Final = {"enable_eplb": "--enable-eplb", "elastic_ep_backend": "--elastic-ep-backend"}
-"""What has SGLang put experts elsewhere after it has loaded them (`EPLBManager`, `ElasticEPStateManager`)."""
+"""Settings that have SGLang put experts elsewhere after it has loaded them (`EPLBManager`, `ElasticEPStateManager`)."""
 
 
 class ServerFacts(EngineFacts, frozen=True, kw_only=True):
-    """What one launch of an SGLang server is."""
+    """Facts of one launch of an SGLang server."""
 
     ONE_GPU_VARIABLE: ClassVar[str] = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"
 
@@ -80,7 +80,7 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
 
 
 def _misset(process: tuple[int, int] | None) -> str:
-    """Workers have the environment of the process that started them. What cannot be read they will say themselves."""
+    """Workers have the environment of the process that started them; if it cannot be read, they report it."""
     try:
         copy_streams_setting(environment_of(process[0]) if process else {})
     except OSError:

@@ -114,7 +114,7 @@ class SGLangServer:
 
     @property
     def facts(self) -> ServerFacts:
-        """What `identify` read last."""
+        """The facts that `identify` read last."""
         if self._facts is None:
             raise ServerError("/server_info", "not read yet: identify first")
         return self._facts
@@ -503,7 +503,7 @@ def open_engine(connection: EngineConnection) -> Engine:
 
 
 class _Load(msgspec.Struct):
-    """What one scheduler has to do, of the answer of /v1/loads."""
+    """Work of one scheduler, in the answer of /v1/loads."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -512,7 +512,7 @@ class _Load(msgspec.Struct):
 
 
 class _Rank(msgspec.Struct):
-    """Of the answer of /weights_checker."""
+    """Digests of one rank, in the answer of /weights_checker."""
 
     checksums: dict[str, str | int]
 
