@@ -1,4 +1,4 @@
-"""Decisions of the sidecar, pure: versions on the server, commands, resync. Imports control.protocol only."""
+"""Decisions of the sidecar, pure: versions on the server, commands. Imports control.protocol only."""
 
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         Verify as Verify,
         Welcomed as Welcomed,
     )
-    from .resync import SAVED as SAVED, Resync as Resync
     from .weight_state import WeightState as WeightState
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

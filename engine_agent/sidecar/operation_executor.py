@@ -63,7 +63,6 @@ from weightbus.dataplane.transports.disk import SavedReceiver, SavedVersion
 from ..engines import CALL_S, Engine
 from ..errors import CalledOff, EngineAgentError, NotTrusted, ServerError, ServerSilent, UnfitManifest, WrongWeights
 from ..machine import (
-    SAVED,
     Label,
     Operation,
     OperationDone,
@@ -81,6 +80,8 @@ from ..machine import (
 )
 from .settings import VerificationMode
 
+SAVED: Final = "saved"
+"""`Endpoint.group` of a version that is on disk already (file_resync.py)."""
 _ALIVE_S: Final = 5.0
 """For a call that is answered without the scheduler."""
 LOOK_S: Final = 10.0
@@ -117,7 +118,7 @@ class OperationExecutor:
         """Without `trust` nothing needs a signature."""
         self.blobs: BusClient | None = None
         self.saved: SavedVersion | None = None
-        """A version that lies in files, and may be asked for by its own commands (resync.py)."""
+        """A version that lies in files, and may be asked for by its own commands (file_resync.py)."""
         self._name = name
         self._server = server
         self._make = receivers

@@ -30,14 +30,14 @@ from weightbus.control.protocol.messages import (
 from weightbus.dataplane.transports.disk.saved_version import PUBLICATION, SavedReceiver, leaving
 from weightbus.dataplane.transports.interface import Receipt, TransferSession
 from weightbus.engine_agent.machine.engine_machine import ServerView
-from weightbus.engine_agent.machine.resync import AGAIN_S, SAVED, STEP_S, Resync, ResyncStage
 from weightbus.engine_agent.machine.weight_state import WeightState
 from weightbus.engine_agent.sidecar import file_resync as saved_versions
+from weightbus.engine_agent.sidecar.file_resync import AGAIN_S, SAVED, STEP_S, Resync, ResyncStage
 from weightbus.trainer_agent import TrainerAgent
 
 from ...kit.fake_source import FakeSource
 from ...kit.fake_weights import read
-from ..sidecar.test_driver import Deployment, coordinator, until
+from .test_driver import Deployment, coordinator, until
 
 __all__ = ["coordinator"]
 
