@@ -145,16 +145,7 @@ class PipelineSource(Source, Protocol):
         ...
 
 
-@runtime_checkable
-class HasHeadDim(Protocol):
-    """A source that knows the size of an attention head, which shapes do not tell (sglang_layout.py)."""
-
-    @property
-    def head_dim(self) -> int | None:
-        """Elements of one attention head; None when unknown."""
-        ...
-
-
 def head_dim_of(source: Source) -> int | None:
-    """Elements of one attention head; None when `source` does not know."""
-    return source.head_dim if isinstance(source, HasHeadDim) else None
+    """Elements of one attention head, which shapes do not tell (sglang_layout.py); None when `source` does not know."""
+    head_dim: int | None = getattr(source, "head_dim", None)
+    return head_dim

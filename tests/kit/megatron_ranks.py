@@ -24,7 +24,7 @@ from tiny_families import FAMILIES, TOKENS, Layout
 from torch import nn
 
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.trainer_agent.source import AssemblyFailed, HasHeadDim, SourceError
+from weightbus.trainer_agent.source import AssemblyFailed, SourceError, head_dim_of
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
@@ -160,7 +160,7 @@ def two_models() -> dict[str, str]:
         served = [wrapped(chunk) for chunk in chunks] if wrap else chunks
         group = parallel_state.get_tensor_model_parallel_group()
         source = MegatronSource(served, hf_config=MODEL, dtype=dtype, group=group, timeout_s=60.0)
-        assert isinstance(source, HasHeadDim), "the leader would not ask it"
+        assert head_dim_of(source) is not None, "the leader would not ask it"
         assert source.head_dim == MODEL["head_dim"]
         tensors = export(source, bucket_bytes)
         if source.root:

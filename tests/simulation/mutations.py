@@ -536,14 +536,14 @@ MUTATIONS: Final = (
         "trainer-never-reports-what-it-sent",
         "heard-out",
         PUBLICATION,
-        "                return (self._pending_report,)\n            case ReportAcknowledged():",
-        "                return ()\n            case ReportAcknowledged():",
+        "                return (self._pending_report,)\n            case ev.ReportAcknowledged():",
+        "                return ()\n            case ev.ReportAcknowledged():",
     ),
     _m(  # found by a review in our own code
         "trainer-says-nothing-of-an-offer-whose-answer-was-lost",
         "heard-out",
         PUBLICATION,
-        "            self._pending_report = ReportDelivery(self.epoch, failed, table=table)\n",
+        "            self._pending_report = ev.ReportDelivery(self.epoch, failed, table=table)\n",
         "            self._pending_report = None\n",
     ),
     _m(

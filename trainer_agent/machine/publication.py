@@ -38,37 +38,8 @@ from weightbus.control.protocol import (
 )
 from weightbus.control.terminal_text import terminal_safe
 
-from .events import (
-    AbandonRound,
-    AnnounceRound,
-    AnyEvent,
-    AssembleBuckets,
-    AttemptFailed,
-    AwaitDigests,
-    DeliveryEnded,
-    DigestsReady,
-    DigestsUnavailable,
-    DropReceivers,
-    Effects,
-    EndReason,
-    EnginesWithdrawn,
-    Event,
-    LeaseObtained,
-    PublishRequested,
-    Reconnected,
-    ReleaseLease,
-    ReportAcknowledged,
-    ReportDelivery,
-    RequestDenied,
-    RequestLease,
-    RequestTimedOut,
-    RoundAccepted,
-    RoundEnded,
-    SendRequested,
-    StartDelivery,
-    StopDelivery,
-    Tick,
-)
+from . import events as ev
+from .events import Effects, EndReason
 
 
 class PublicationState(enum.Enum):
@@ -133,15 +104,15 @@ _AWAITING_ANSWER: Final = frozenset(
     {PublicationState.ACQUIRING, PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING}
 )
 
-EXPECTED: Final[dict[type[Event], frozenset[PublicationState]]] = {
-    PublishRequested: frozenset({PublicationState.ACQUIRING}),
-    LeaseObtained: frozenset({PublicationState.ACQUIRING}),
-    DigestsReady: frozenset({PublicationState.DIGESTING}) | _IN_ROUND,
-    DigestsUnavailable: _IN_ROUND,
-    RoundAccepted: frozenset({PublicationState.ANNOUNCING}),
-    DeliveryEnded: frozenset({PublicationState.SENDING}),
-    RequestDenied: _AWAITING_ANSWER,
-    RequestTimedOut: _AWAITING_ANSWER,
+EXPECTED: Final[dict[type[ev.Event], frozenset[PublicationState]]] = {
+    ev.PublishRequested: frozenset({PublicationState.ACQUIRING}),
+    ev.LeaseObtained: frozenset({PublicationState.ACQUIRING}),
+    ev.DigestsReady: frozenset({PublicationState.DIGESTING}) | _IN_ROUND,
+    ev.DigestsUnavailable: _IN_ROUND,
+    ev.RoundAccepted: frozenset({PublicationState.ANNOUNCING}),
+    ev.DeliveryEnded: frozenset({PublicationState.SENDING}),
+    ev.RequestDenied: _AWAITING_ANSWER,
+    ev.RequestTimedOut: _AWAITING_ANSWER,
 }
 """States in which an answer of the driver is expected. Events that are not listed may come in any state."""
 
@@ -165,7 +136,7 @@ class Publication:
         """True if the round is announced without its digest table, which may be known by now."""
         self._uncounted_attempts = 0
         """Number of attempts that do not count against the limit."""
-        self._unheard_abandon: AbandonRound | None = None
+        self._unheard_abandon: ev.AbandonRound | None = None
         """The previous attempt's `AbandonRound`; repeated if it was not received, because the channel stays locked
         until then."""
         self._latest_send_epoch = 0
@@ -175,10 +146,10 @@ class Publication:
         """Why the last request was not answered; empty when it was."""
         self._receivers: tuple[ReceivingEngine, ...] = ()
         """Receivers of the last `SendRequested` that was acted on."""
-        self._pending_report: ReportDelivery | None = None
+        self._pending_report: ev.ReportDelivery | None = None
         """The delivery report that the coordinator has not acknowledged."""
         self.result: PublicationResult | None = None
-        self.ended: RoundEnded | None = None
+        self.ended: ev.RoundEnded | None = None
         self._committed: HeldVersion | None = None
         self._retry_at: float | None = None
         self._give_up_at: float | None = None
@@ -210,60 +181,62 @@ class Publication:
         ):
             raise InvariantBroken(f"{self.state.value} without a deadline")
 
-    def handle(self, event: AnyEvent, now: float) -> Effects:  # noqa: C901, PLR0911, PLR0912  one case for each event
+    def handle(self, event: ev.AnyEvent, now: float) -> Effects:  # noqa: C901, PLR0911, PLR0912  one case for each event
         """Take one event; return the effects. Raises `IllegalMove`, changing nothing, for an unexpected answer."""
         self._require(event)
         if self.state is PublicationState.DONE:
             return ()
         match event:
-            case PublishRequested():
+            case ev.PublishRequested():
                 return self._acquire(now)
-            case LeaseObtained():
+            case ev.LeaseObtained():
                 return self._lease_obtained(event, now)
-            case RequestDenied():
+            case ev.RequestDenied():
                 return self._request_denied(event, now)
-            case RequestTimedOut():
+            case ev.RequestTimedOut():
                 self._timeout_reason = event.reason
                 return self._retry_later(self.limits.retry_s, now)
-            case DigestsReady():
+            case ev.DigestsReady():
                 return self._digests_ready(event, now)
-            case DigestsUnavailable():  # the same version again, with its digest table first
+            case ev.DigestsUnavailable():  # the same version again, with its digest table first
                 abandoning = self.state is PublicationState.ABANDONING
                 return () if abandoning else self._replace_round(event.reason, now)
-            case AttemptFailed():
+            case ev.AttemptFailed():
                 return self._attempt_failed(event)
-            case RoundAccepted():
+            case ev.RoundAccepted():
                 self._move(PublicationState.WAITING, give_up_at=self._give_up_at)
                 return (self._pending_report,) if self._pending_report is not None else ()
-            case SendRequested():
+            case ev.SendRequested():
                 return self._start_delivery(event)
-            case EnginesWithdrawn():
+            case ev.EnginesWithdrawn():
                 sending = self.state is PublicationState.SENDING and event.epoch == self.epoch
-                return (DropReceivers(event.engines),) if sending else ()
-            case DeliveryEnded():
+                return (ev.DropReceivers(event.engines),) if sending else ()
+            case ev.DeliveryEnded():
                 self._move(PublicationState.WAITING, give_up_at=self._give_up_at)
-                self._pending_report = ReportDelivery(
+                self._pending_report = ev.ReportDelivery(
                     event.epoch, event.failed, event.spared, self.table if self.digests_deferred else ""
                 )
                 return (self._pending_report,)
-            case ReportAcknowledged():
+            case ev.ReportAcknowledged():
                 self._pending_report = None
                 return ()
-            case RoundEnded():
+            case ev.RoundEnded():
                 return self._round_ended(event)
-            case Reconnected():
+            case ev.Reconnected():
                 return self._reconnected(event)
-            case Tick():
+            case ev.Tick():
                 return self._tick(now)
             case _:  # pragma: no cover
                 assert_never(event)
 
-    def _require(self, event: AnyEvent) -> None:
+    def _require(self, event: ev.AnyEvent) -> None:
         """Raise `IllegalMove` unless `event` is expected. Deferred digests come once, before a delivery ends."""
         allowed = EXPECTED.get(type(event))
-        late = isinstance(event, DigestsReady | DigestsUnavailable) and self.state is not PublicationState.DIGESTING
+        late = (
+            isinstance(event, ev.DigestsReady | ev.DigestsUnavailable) and self.state is not PublicationState.DIGESTING
+        )
         in_turn = not late or (self.digests_deferred and not self.table)
-        if isinstance(event, DeliveryEnded):
+        if isinstance(event, ev.DeliveryEnded):
             in_turn = bool(self.table)
         if not in_turn or (allowed is not None and self.state not in allowed):
             raise IllegalMove("publication", f"{self.state.value}, table {self.table!r}", type(event).__name__)
@@ -272,9 +245,9 @@ class Publication:
         self.attempt += 1
         self._pending_report, self.digests_deferred = None, False
         self._move(PublicationState.ACQUIRING, give_up_at=now + self.limits.acquire_s)
-        return (RequestLease(),)
+        return (ev.RequestLease(),)
 
-    def _lease_obtained(self, event: LeaseObtained, now: float) -> Effects:
+    def _lease_obtained(self, event: ev.LeaseObtained, now: float) -> Effects:
         self.epoch = self.lease = event.epoch
         self._committed = event.committed or self._committed
         self._unheard_abandon = None
@@ -283,28 +256,28 @@ class Publication:
             self._uncounted_attempts = 1
             return self._announce(now)
         self._move(PublicationState.DIGESTING)
-        return (AssembleBuckets(),)
+        return (ev.AssembleBuckets(),)
 
-    def _digests_ready(self, event: DigestsReady, now: float) -> Effects:
+    def _digests_ready(self, event: ev.DigestsReady, now: float) -> Effects:
         self.table = event.table
         if self.state is not PublicationState.DIGESTING:
             if self._pending_report is not None:
                 self._pending_report = msgspec.structs.replace(self._pending_report, table=event.table)
             return ()
         if self._catch_up and not self._is_committed():
-            return (*self._finish(_OTHER_WEIGHTS), ReleaseLease(self.lease))
+            return (*self._finish(_OTHER_WEIGHTS), ev.ReleaseLease(self.lease))
         return self._announce(now)
 
     def _announce(self, now: float) -> Effects:
         self._move(PublicationState.ANNOUNCING, give_up_at=now + self.limits.round_s)
-        return (AnnounceRound(self.lease, self.digests_deferred),)
+        return (ev.AnnounceRound(self.lease, self.digests_deferred),)
 
     def _replace_round(self, reason: str, now: float) -> Effects:
         """Abandon the round and begin another one."""
-        stop, self._unheard_abandon = self._stop_delivery(), AbandonRound(self.epoch, reason)
+        stop, self._unheard_abandon = self._stop_delivery(), ev.AbandonRound(self.epoch, reason)
         return (*stop, self._unheard_abandon, *self._begin_again(reason, now))
 
-    def _start_delivery(self, event: SendRequested) -> Effects:
+    def _start_delivery(self, event: ev.SendRequested) -> Effects:
         """Deliver everything to the named receivers, under the epoch. A retry is handled as a first request is."""
         stale = event.version != self.version or event.epoch < self.lease or event.epoch <= self._latest_send_epoch
         if stale or self.state not in (PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING):
@@ -313,9 +286,9 @@ class Publication:
         self.epoch = self._latest_send_epoch = event.epoch
         self._receivers, self._pending_report = event.receivers, None
         self._move(PublicationState.SENDING, give_up_at=self._give_up_at)
-        return (*stop, StartDelivery(event.epoch, event.receivers, event.deadline_s))
+        return (*stop, ev.StartDelivery(event.epoch, event.receivers, event.deadline_s))
 
-    def _request_denied(self, event: RequestDenied, now: float) -> Effects:
+    def _request_denied(self, event: ev.RequestDenied, now: float) -> Effects:
         self._timeout_reason = ""
         if self._committed_here():
             return (*self._stop_delivery(), *self._finish(_HIDDEN_COMMIT))
@@ -331,7 +304,7 @@ class Publication:
             return self._ask_again()
         return self._request_failed(event, now)
 
-    def _request_failed(self, event: RequestDenied, now: float) -> Effects:
+    def _request_failed(self, event: ev.RequestDenied, now: float) -> Effects:
         """Handle a refusal without a lease, or without a round under it."""
         if (
             self.state is PublicationState.ACQUIRING
@@ -371,9 +344,9 @@ class Publication:
         if self.state is PublicationState.SENDING:
             failed: dict[str, str] = dict.fromkeys((each.engine for each in self._receivers), _BROKEN_OFF)
             table = self.table if self.digests_deferred else ""
-            self._pending_report = ReportDelivery(self.epoch, failed, table=table)
+            self._pending_report = ev.ReportDelivery(self.epoch, failed, table=table)
             if self.digests_deferred and not self.table:
-                stop = (*stop, AwaitDigests())
+                stop = (*stop, ev.AwaitDigests())
         if self.state in (PublicationState.WAITING, PublicationState.SENDING):
             self._move(PublicationState.ANNOUNCING, give_up_at=self._give_up_at)
             self._latest_send_epoch = 0  # request or answer may be lost: a repeated request is acted on again
@@ -384,9 +357,9 @@ class Publication:
         stop = self._stop_delivery()
         self._move(PublicationState.ANNOUNCING, give_up_at=self._give_up_at)
         self._latest_send_epoch = 0
-        return (*stop, AnnounceRound(self.lease, self.digests_deferred))
+        return (*stop, ev.AnnounceRound(self.lease, self.digests_deferred))
 
-    def _reconnected(self, event: Reconnected) -> Effects:
+    def _reconnected(self, event: ev.Reconnected) -> Effects:
         self._committed = event.committed
         if self.state not in (PublicationState.WAITING, PublicationState.SENDING, PublicationState.ANNOUNCING):
             return ()
@@ -406,7 +379,7 @@ class Publication:
         held = self._committed
         return held is not None and bool(self.table) and (held.version, held.table) == (self.version, self.table)
 
-    def _round_ended(self, event: RoundEnded) -> Effects:
+    def _round_ended(self, event: ev.RoundEnded) -> Effects:
         if self.state not in _IN_ROUND or event.version != self.version or event.epoch != self.lease:
             return ()
         stop = self._stop_delivery()
@@ -414,17 +387,17 @@ class Publication:
         ending = EndReason.COMMITTED if event.outcome is Outcome.COMMITTED else EndReason.ABORTED
         return (*stop, *self._finish(PublicationResult(ending, event.reason)))
 
-    def _attempt_failed(self, event: AttemptFailed) -> Effects:
+    def _attempt_failed(self, event: ev.AttemptFailed) -> Effects:
         result = PublicationResult(event.ending, event.reason)
         match self.state:
             case PublicationState.ACQUIRING:
                 return self._finish(result)
             case PublicationState.DIGESTING:
-                return (*self._finish(result), ReleaseLease(self.lease))
+                return (*self._finish(result), ev.ReleaseLease(self.lease))
             case PublicationState.SENDING:
-                return (StopDelivery(), *self._finish(result), AbandonRound(self.epoch, event.reason))
+                return (ev.StopDelivery(), *self._finish(result), ev.AbandonRound(self.epoch, event.reason))
             case _:
-                return (*self._finish(result), AbandonRound(self.epoch, event.reason))
+                return (*self._finish(result), ev.AbandonRound(self.epoch, event.reason))
 
     def _tick(self, now: float) -> Effects:
         if self._give_up_at is not None and now >= self._give_up_at:
@@ -433,9 +406,9 @@ class Publication:
             return ()
         self._retry_at = None
         return (
-            (RequestLease(),)
+            (ev.RequestLease(),)
             if self.state is PublicationState.ACQUIRING
-            else (AnnounceRound(self.lease, self.digests_deferred),)
+            else (ev.AnnounceRound(self.lease, self.digests_deferred),)
         )
 
     def _deadline_passed(self, now: float) -> Effects:
@@ -452,10 +425,10 @@ class Publication:
                 stop = self._stop_delivery()
                 reason = f"the round took more than {self.limits.round_s:g} s"
                 self._move(PublicationState.ABANDONING, give_up_at=now + self.limits.abandon_s)
-                return (*stop, AbandonRound(self.epoch, reason))
+                return (*stop, ev.AbandonRound(self.epoch, reason))
 
     def _stop_delivery(self) -> Effects:
-        return (StopDelivery(),) if self.state is PublicationState.SENDING else ()
+        return (ev.StopDelivery(),) if self.state is PublicationState.SENDING else ()
 
     def _move(self, state: PublicationState, *, give_up_at: float | None = None) -> None:
         self.state, self._retry_at, self._give_up_at = state, None, give_up_at

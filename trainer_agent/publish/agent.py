@@ -42,25 +42,10 @@ from ..machine import (
 from ..quantized import as_served
 from ..settings import SECTION, TrainerSettings
 from ..source import Source, SourceError
+from . import rank_commands as commands
 from .bucket_staging import PipelineBroadcast, VersionLayout
 from .driver import Progress, settle_device
-from .rank_commands import (
-    AssembleBucket,
-    CommandedRanks,
-    DigestExported,
-    ExportMemory,
-    Finish,
-    JoinBroadcast,
-    JoinSends,
-    KeepWaiting,
-    PrepareExport,
-    RankZeroFailed,
-    RankZeroReady,
-    ReadStage,
-    RefillStage,
-    SnapshotTaken,
-    unexpected_command,
-)
+from .rank_commands import CommandedRanks, unexpected_command
 from .rank_zero import RankZero, memory_export_of, start_rank_zero
 
 _log = get_log(__name__)
@@ -184,9 +169,9 @@ class TrainerAgent:
         taken, future = (
             self._rank_zero.snapshot(version) if self._rank_zero else (self._follow_rank_zero(version), None)
         )
-        if not isinstance(taken, SnapshotTaken):
+        if not isinstance(taken, commands.SnapshotTaken):
             self._conclude(taken)
-            raise unexpected_command(Finish(taken.result, taken.report), "to fail, or to take a snapshot")
+            raise unexpected_command(commands.Finish(taken.result, taken.report), "to fail, or to take a snapshot")
         over = future.done if future else None
         handle = PublishHandle(version, lambda: self._await_end(version, future), over, taken.stood_s)
         if taken.ahead:
@@ -245,44 +230,46 @@ class TrainerAgent:
 
     def _receive_end(self, version: int) -> PublicationEnd:
         end = self._follow_rank_zero(version)
-        if isinstance(end, SnapshotTaken):
+        if isinstance(end, commands.SnapshotTaken):
             return self._failed_alone(version, unexpected_command(end, "the end of its publication"))
         return end
 
-    def _follow_rank_zero(self, version: int) -> PublicationEnd | SnapshotTaken:  # noqa: C901, PLR0912  one line for each command
+    def _follow_rank_zero(self, version: int) -> PublicationEnd | commands.SnapshotTaken:  # noqa: C901, PLR0912  one line for each command
         """Execute rank 0's commands until the publication has ended, or a snapshot is taken and training may go on."""
         cause: BaseException | None = None
         while True:
             try:
                 command = self._ranks.hear()
                 match command:
-                    case KeepWaiting():
+                    case commands.KeepWaiting():
                         pass
-                    case Finish() if command.report.version == version:
+                    case commands.Finish() if command.report.version == version:
                         result = settle_device(command.result, self._memory_export)
                         return PublicationEnd(result, command.report, cause)
-                    case RefillStage() | JoinBroadcast() if cause is not None:
+                    case commands.RefillStage() | commands.JoinBroadcast() if cause is not None:
                         pass  # rank 0 has learned, or will learn, that this source failed
                     case _ if cause is not None:
                         # Rank 0 did not notice that this rank failed; its collective will run out of time.
                         return self._failed_alone(version, cause)
-                    case AssembleBucket():
+                    case commands.AssembleBucket():
                         self._source.assemble(self.manifest, command.index, None)
-                    case PrepareExport() if self._memory_export is not None:
+                    case commands.PrepareExport() if self._memory_export is not None:
                         self._memory_export.prepare(digests=command.digests, ready_flags=command.ready_flags)
-                    case ExportMemory() if self._memory_export is not None:
+                    case commands.ExportMemory() if self._memory_export is not None:
                         self._memory_export.export(prepared=command.prepared, ready_flags=command.ready_flags)
                         if command.digests:
                             self._memory_export.digests()
-                    case DigestExported() if self._memory_export is not None:
+                    case commands.DigestExported() if self._memory_export is not None:
                         self._memory_export.digests()
-                    case JoinSends() if self._memory_export is not None:
+                    case commands.JoinSends() if self._memory_export is not None:
                         self._memory_export.join_sends(
                             Address(command.address, token=command.token), command.epoch, command.deadline_s
                         )
-                    case ReadStage() | RefillStage() | JoinBroadcast() if self._pipeline is not None:
+                    case commands.ReadStage() | commands.RefillStage() | commands.JoinBroadcast() if (
+                        self._pipeline is not None
+                    ):
                         self._pipeline.execute(command)
-                    case SnapshotTaken() if command.version == version:
+                    case commands.SnapshotTaken() if command.version == version:
                         return command
                     case _:
                         unexpected = unexpected_command(command, f"a command for version {version}")
@@ -321,13 +308,13 @@ def _start_rank(
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         try:
-            ranks.tell(RankZeroFailed(reason))
+            ranks.tell(commands.RankZeroFailed(reason))
         except SourceError as broken:
             _log.warning("ranks_not_told", error=str(broken))
         if isinstance(error, Exception):
             raise ConnectFailed(reason) from error
         raise
-    ranks.tell(RankZeroReady())
+    ranks.tell(commands.RankZeroReady())
     return rank_zero, None
 
 
@@ -335,15 +322,15 @@ def _await_rank_zero(ranks: CommandedRanks, memory_export: MemoryExport | None) 
     """Execute rank 0's commands until it has started. Returns None if the ranks' memory cannot be exported."""
     while True:
         match ranks.hear():
-            case RankZeroReady():
+            case commands.RankZeroReady():
                 return memory_export
-            case ExportMemory() if memory_export is not None:
+            case commands.ExportMemory() if memory_export is not None:
                 try:
                     memory_export.export()
                 except NotExportable:  # rank 0 learned the same, logs it, and goes on without
                     memory_export.close()
                     memory_export = None
-            case RankZeroFailed(reason):
+            case commands.RankZeroFailed(reason):
                 if memory_export is not None:
                     memory_export.close()
                 raise ConnectFailed(reason)
