@@ -192,7 +192,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             pause=self.pause,
             flush=self.flush,
             min_engines=self.min_engines,
-            redrives=self.redrives,
+            retries=self.redrives,
             transfer_timeout_s=self.transfer_timeout_s,
             slow=self.slow,
             quorum=self.quorum,

@@ -200,7 +200,7 @@ class Participants:
         """Engines that the trainer could not serve -> time at which they break unless they report."""
         self._phase_changes: dict[AgentId, None] = {}
         """Engines whose readiness may have changed since `take_phase_changes`."""
-        epoch, retries = publish.epoch, publish.policy.redrives
+        epoch, retries = publish.epoch, publish.policy.retries
         for name, info in engines.items():
             transport = routes[name].transport
             phase = _PREPARING if transport else _LEFT
@@ -390,7 +390,7 @@ class Participants:
                 self._suspects[participant.name] = now + self._limits.grace_s
 
     def take_retries(self) -> list[Participant]:
-        """The broken engines that get another attempt. Each has `Policy.redrives` of them.
+        """The broken engines that get another attempt. Each has `Policy.retries` of them.
 
         An attempt costs a spared engine nothing. If every engine of the attempt was spared, it costs all of them one,
         because the next attempt would end like it.

@@ -199,18 +199,18 @@ class JournalCorrupt(JournalError):
 class InvariantBroken(WeightbusError):
     """An invariant of the code does not hold."""
 
-    def __init__(self, what: str, story: Sequence[object] = ()) -> None:
-        """`story`: recent events, rendered only here because most are never read."""
+    def __init__(self, what: str, trace: Sequence[object] = ()) -> None:
+        """`trace`: recent events, rendered only here because most are never read."""
         self.what = what
-        self.story = tuple(map(str, story))
-        super().__init__("\n  ".join([what, *(("recently:",) if story else ()), *self.story]))
+        self.trace = tuple(map(str, trace))
+        super().__init__("\n  ".join([what, *(("recently:",) if trace else ()), *self.trace]))
 
 
 class IllegalMove(InvariantBroken):
     """An event that the machine's state does not allow. The machine did not change."""
 
-    def __init__(self, machine: str, state: str, event: str, story: Sequence[object] = ()) -> None:
+    def __init__(self, machine: str, state: str, event: str, trace: Sequence[object] = ()) -> None:
         self.machine = machine
         self.state = state
         self.event = event
-        super().__init__(f"{machine} in state {state} does not take {event}", story)
+        super().__init__(f"{machine} in state {state} does not take {event}", trace)

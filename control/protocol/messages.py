@@ -354,7 +354,7 @@ class Policy(Fragment, frozen=True):
     """True: drop the KV and prefix caches before resuming. Must be false with `PauseMode.IN_PLACE`."""
     min_engines: Count = 0
     """Least number of verified engines for a commit; 0: one, if any engine joined."""
-    redrives: Count = 1
+    retries: Count = msgspec.field(default=1, name="redrives")
     """Retries of the transfer for each engine within the round.
 
     An attempt over a collective transport that another engine's failure ended before any byte was sent does not count.

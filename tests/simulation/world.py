@@ -280,7 +280,7 @@ class World:
         return Policy(
             pause=PauseMode.RETRACT if scenario.flush else PauseMode.IN_PLACE,
             flush=scenario.flush,
-            redrives=scenario.redrives,
+            retries=scenario.redrives,
             min_engines=scenario.min_engines,
             transfer_timeout_s=TRANSFER_S,
             slow=scenario.slow,

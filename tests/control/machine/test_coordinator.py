@@ -275,7 +275,7 @@ def test_a_round_that_ended_in_many_words_is_told_and_kept(tmp_path: Path, who: 
     """What the coordinator adds to a reason never makes it too long to be sent, or to be read at the next start."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
-    trainer.policy = Policy(redrives=0)
+    trainer.policy = Policy(retries=0)
     if who == "engine":
         engine.fail(Transfer, Step.TRANSFER, reason=WORDY)
     else:
@@ -686,7 +686,7 @@ def test_illegal_move_carries_the_story() -> None:
     """An error of our own tells what happened before."""
     with pytest.raises(IllegalMove, match="round 1 in state idle does not take a move to resuming") as caught:
         states.move("round 1", ROUND_MOVES, RoundState.IDLE, RoundState.RESUMING, ["this", "that"])
-    assert caught.value.story == ("this", "that")
+    assert caught.value.trace == ("this", "that")
 
 
 def test_commit_of_an_older_version_is_a_broken_invariant() -> None:

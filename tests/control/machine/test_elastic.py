@@ -170,7 +170,7 @@ def test_an_engine_that_was_behind_is_not_routed_to_while_it_waits() -> None:
 
 def test_a_wave_that_fails_is_followed_by_the_next() -> None:
     """As long as fewer do not serve than may stand still; an engine that failed for good is excluded, and reported."""
-    rolling = Rolling(4, 2, redrives=0)
+    rolling = Rolling(4, 2, retries=0)
     rolling.engines[0].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
     assert rolling.outcomes(1) == ["quarantined", "committed", "committed", "committed"]
     assert rolling.waves() == [["e0", "e1"], ["e2"], ["e3"]]
@@ -189,7 +189,7 @@ BREAKS: dict[str, Callable[[Engine], None]] = {
 @pytest.mark.parametrize("first", [0, 2, 5])
 def test_a_version_that_breaks_servers_does_not_reach_all(how: str, most: int, first: int) -> None:
     """No more fall than may stand still: the rest goes on with what it had, and the report says why."""
-    rolling = Rolling(6, most, redrives=0)
+    rolling = Rolling(6, most, retries=0)
     rolling.outcomes(1)
     rolling.still.clear()
     for engine in rolling.engines[first:]:
@@ -238,7 +238,7 @@ def test_an_engine_whose_agent_is_gone_stops_no_other() -> None:
 
 def test_an_engine_that_did_not_serve_before_stops_no_engine() -> None:
     """An engine that never gets well does not keep the others from each version that follows."""
-    rolling = Rolling(4, 1, redrives=0)
+    rolling = Rolling(4, 1, retries=0)
     rolling.outcomes(1)
     for version in (2, 3, 4):
         rolling.engines[0].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
@@ -257,7 +257,7 @@ def test_nor_does_a_joiner() -> None:
     world.engine("e0")
     world.publish(trainer, 1)
     joiners = [world.engine(f"j{index}") for index in range(2)]
-    trainer.catch_up, trainer.policy = True, Policy(max_paused=1, redrives=0)
+    trainer.catch_up, trainer.policy = True, Policy(max_paused=1, retries=0)
     joiners[0].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
     done = world.publish(trainer, 1)
     assert [report.outcome.value for report in done.engines] == ["quarantined", "committed"]
@@ -267,7 +267,7 @@ def test_nor_does_a_joiner() -> None:
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_catch_up_does_not_go_on_where_the_round_stopped(how: str, most: int) -> None:
     """It may come once in a second: engines that are down come first, and no other before they serve."""
-    rolling = Rolling(6, most, redrives=0)
+    rolling = Rolling(6, most, retries=0)
     rolling.outcomes(1)
     for engine in rolling.engines[1:]:
         BREAKS[how](engine)
@@ -293,7 +293,7 @@ def test_a_catch_up_does_not_go_on_where_the_round_stopped(how: str, most: int) 
 
 def test_a_resync_risks_first_the_engine_that_fell() -> None:
     """Wherever it stood in the fleet: a serving engine would go down besides."""
-    rolling = Rolling(4, 1, redrives=0)
+    rolling = Rolling(4, 1, retries=0)
     rolling.outcomes(1)
     rolling.engines[0].die()
     rolling.world.advance_until(lambda: "e0" not in rolling.world.ready)
@@ -319,7 +319,7 @@ def test_an_engine_that_is_told_that_the_round_stopped_has_time_to_answer() -> N
 
 def test_an_engine_that_is_about_to_serve_again_is_waited_for() -> None:
     """Before the first of the others has its turn: two would stand still else."""
-    rolling = Rolling(3, 1, redrives=0)
+    rolling = Rolling(3, 1, retries=0)
     rolling.outcomes(1)
     rolling.still.clear()
     first = rolling.engines[0]
@@ -332,7 +332,7 @@ def test_an_engine_that_is_about_to_serve_again_is_waited_for() -> None:
 
 def test_an_engine_that_is_slow_to_resume_is_waited_for_while_others_wait_for_their_turn() -> None:
     """For as long as it may take: the next turn would have one more standing still, or the round stop for it."""
-    rolling = Rolling(3, 2, redrives=0)
+    rolling = Rolling(3, 2, retries=0)
     rolling.outcomes(1)
     slow = rolling.engines[1]
     slow.script[Commit] = lambda _message: setattr(slow, "deaf", True)
@@ -348,7 +348,7 @@ def test_an_engine_that_is_slow_to_resume_is_waited_for_while_others_wait_for_th
 
 def test_an_engine_that_never_answers_its_abort_is_waited_for_in_bounded_time() -> None:
     """Then it counts as one that does not serve."""
-    rolling = Rolling(3, 1, redrives=0)
+    rolling = Rolling(3, 1, retries=0)
     rolling.outcomes(1)
     first = rolling.engines[0]
     first.fail(Transfer, Step.TRANSFER)
@@ -367,14 +367,14 @@ def test_an_engine_that_never_answers_its_abort_is_waited_for_in_bounded_time() 
 @given(
     count=st.integers(2, 6),
     most=st.integers(1, 3),
-    redrives=st.integers(0, 1),
+    retries=st.integers(0, 1),
     breaks=st.lists(st.sampled_from(["", "", "transfer", "clean", "resume", "dies"]), min_size=18, max_size=18),
 )
 def test_whatever_breaks_no_more_fall_than_may_stand_still(
-    count: int, most: int, redrives: int, breaks: list[str]
+    count: int, most: int, retries: int, breaks: list[str]
 ) -> None:
     """In one round, by whatever mixture of failures; and if the round was not stopped, every engine had a wave."""
-    rolling = Rolling(count, most, redrives=redrives)
+    rolling = Rolling(count, most, retries=retries)
     rolling.outcomes(1)
     rolling.still.clear()
     for engine, how in zip(rolling.engines, breaks, strict=False):
@@ -397,7 +397,7 @@ def test_whatever_breaks_no_more_fall_than_may_stand_still(
 
 def test_all_waves_fail() -> None:
     """All waves failed: the round comes to nothing, and every untouched engine serves what it had."""
-    rolling = Rolling(2, 1, redrives=0)
+    rolling = Rolling(2, 1, retries=0)
     for engine in rolling.engines:
         engine.fail(Transfer, Step.TRANSFER)
     done = rolling.world.publish(rolling.trainer, 1)
@@ -579,7 +579,7 @@ def test_a_catch_up_that_fails_takes_nothing_back() -> None:
     """The version stays committed and served; the joiner is where it was, and may be tried again."""
     world, old, new, trainer = behind()
     trainer.catch_up = True
-    trainer.policy = Policy(redrives=0)
+    trainer.policy = Policy(retries=0)
     new.fail(Transfer, Step.TRANSFER)
     done = world.publish(trainer, 1)
     assert [report.outcome for report in done.engines] == [Outcome.ABORTED]

@@ -139,7 +139,7 @@ def test_an_engine_that_is_brought_a_version_alone_has_the_group_alone() -> None
 def test_a_failure_of_the_first_does_not_put_both_into_one_group() -> None:
     """It is driven again by itself; the second one's turn comes when it is through."""
     world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
-    trainer.policy = Policy(redrives=1, min_engines=2)
+    trainer.policy = Policy(retries=1, min_engines=2)
     first = world.agents["a"]
     assert isinstance(first, Engine)
     first.fail(Transfer, Step.TRANSFER)

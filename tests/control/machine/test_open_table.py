@@ -96,30 +96,30 @@ def test_a_version_is_committed_under_the_table_that_followed() -> None:
     assert [each.table for kind in (Prepare, Transfer, Commit) for each in e0.got(kind)] == ["", "", table]
 
 
-@pytest.mark.parametrize("redrives", [0, 1])
-def test_an_engine_that_has_proven_another_table_is_broken(redrives: int) -> None:
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_engine_that_has_proven_another_table_is_broken(retries: int) -> None:
     """It said so before the table was known; the others are committed, and it is sent everything again if it may.
 
     (G5, N17, F25)
     """
-    world, e0, e1, trainer = fleet(redrives=redrives)
+    world, e0, e1, trainer = fleet(retries=retries)
     proves(e0, digest(b"other bits"))
     done = world.publish(trainer, 1)
     (e0_report, e1_report) = sorted(done.engines, key=lambda each: each.engine)
     assert done.outcome is e1_report.outcome is Outcome.COMMITTED
-    assert e0_report.outcome is (Outcome.COMMITTED if redrives else Outcome.QUARANTINED)
-    if not redrives:
+    assert e0_report.outcome is (Outcome.COMMITTED if retries else Outcome.QUARANTINED)
+    if not retries:
         assert digest(b"other bits")[:12] in e0_report.reason
         assert digest(table_of(1))[:12] in e0_report.reason
     (commit,) = commits(world)
-    assert set(commit.engines) == ({"e0", "e1"} if redrives else {"e1"})
+    assert set(commit.engines) == ({"e0", "e1"} if retries else {"e1"})
     assert e1.generating
-    assert world.ready == (("e0", "e1") if redrives else ("e1",))
+    assert world.ready == (("e0", "e1") if retries else ("e1",))
 
 
 def test_a_table_that_was_said_is_compared_with_at_once() -> None:
     """In the next attempt of the round, too."""
-    world, e0, _, trainer = fleet(redrives=1)
+    world, e0, _, trainer = fleet(retries=1)
 
     def breaks(message: Message) -> ToCoordinator:
         proves(e0, digest(b"other bits"))  # the next time
@@ -206,7 +206,7 @@ def test_a_report_without_the_table_is_refused(said: bytes) -> None:
 
 def test_the_table_of_a_round_is_the_one_that_was_said_first() -> None:
     """A trainer that says another one with a second attempt is refused, and the first one still counts."""
-    world, e0, _, trainer = fleet(redrives=1)
+    world, e0, _, trainer = fleet(retries=1)
     e0.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "connection reset")
     trainer.stop_before = Sent
     trainer.acquire(1)

@@ -209,7 +209,7 @@ def test_engine_that_was_mended_reports_no_failure() -> None:
 def test_engine_that_stays_broken_is_quarantined_and_the_others_finish() -> None:
     """After the last re-drive a dirty engine is never resumed; the next round mends it."""
     world, victim, _, trainer = fleet()
-    trainer.policy = Policy(redrives=1)
+    trainer.policy = Policy(retries=1)
 
     def fail_twice(message: Message) -> object:
         victim.fail(Transfer, Step.VERIFY, EngineHealth.DIRTY)
@@ -253,22 +253,22 @@ def hold(engine: Engine, epoch: int = 1) -> None:
     engine.script[Transfer] = held
 
 
-def group_of_three(redrives: int) -> tuple[World, Engine, Trainer]:
+def group_of_three(retries: int) -> tuple[World, Engine, Trainer]:
     """The first group does not form, because of the first engine."""
     world = World()
     e0, e1, e2 = (world.engine(name) for name in ("e0", "e1", "e2"))
     trainer = world.trainer(transports=(TransportKind.DISTRIBUTED,))
-    trainer.policy, trainer.waits_in = Policy(redrives=redrives), {1}
+    trainer.policy, trainer.waits_in = Policy(retries=retries), {1}
     hold(e1)
     hold(e2)
     return world, e0, trainer
 
 
-@pytest.mark.parametrize("redrives", [0, 1])
+@pytest.mark.parametrize("retries", [0, 1])
 @pytest.mark.parametrize("when", [Paused, Transfer])
-def test_a_lost_member_of_a_group_costs_the_others_no_redrive(redrives: int, when: type[Message]) -> None:
+def test_a_lost_member_of_a_group_costs_the_others_no_redrive(retries: int, when: type[Message]) -> None:
     """Nothing was sent when it was lost: the others are sent everything again, allowed re-drives or not, and soon."""
-    world, victim, trainer = group_of_three(redrives)
+    world, victim, trainer = group_of_three(retries)
     if when is Transfer:
         victim.script[Transfer] = lambda _message: victim.die()
     else:
@@ -293,7 +293,7 @@ def kill(engine: Engine) -> bool:
 
 def test_a_member_at_fault_is_left_out_when_it_has_no_redrive_left() -> None:
     """It failed before anything was sent: it serves its old version, and the others are sent everything again."""
-    world, victim, trainer = group_of_three(redrives=0)
+    world, victim, trainer = group_of_three(retries=0)
     victim.fail(Transfer, Step.TRANSFER, reason="the server does not answer")
     done = world.publish(trainer, 1)
     assert {r.engine: r.outcome for r in done.engines} == {
@@ -309,7 +309,7 @@ def test_a_member_at_fault_is_left_out_when_it_has_no_redrive_left() -> None:
 
 def test_each_engine_has_its_own_redrives() -> None:
     """What the first engine's failure costs is its own: a second attempt with it leaves the others theirs."""
-    world, victim, trainer = group_of_three(redrives=1)
+    world, victim, trainer = group_of_three(retries=1)
     trainer.waits_in = {1, 2}
     e1, e2 = (world.agents[name] for name in ("e1", "e2"))
     assert isinstance(e1, Engine)
@@ -332,7 +332,7 @@ def test_each_engine_has_its_own_redrives() -> None:
 
 def test_an_engine_that_was_spared_keeps_its_redrives() -> None:
     """It takes part again, and may still fail by itself as often as it could before."""
-    world, victim, trainer = group_of_three(redrives=1)
+    world, victim, trainer = group_of_three(retries=1)
     victim.fail(Transfer, Step.TRANSFER)
     e1 = world.agents["e1"]
     assert isinstance(e1, Engine)
@@ -351,7 +351,7 @@ def test_an_engine_that_was_spared_keeps_its_redrives() -> None:
 
 def test_an_engine_that_was_spared_pays_for_what_it_fails_by_itself_after_that() -> None:
     """It has taken everything of the next attempt when the trainer's half of that is over, and cannot prove it."""
-    world, victim, trainer = group_of_three(redrives=1)
+    world, victim, trainer = group_of_three(retries=1)
     victim.fail(Transfer, Step.TRANSFER)
     e1, taken = world.agents["e1"], list[Message]()
     assert isinstance(e1, Engine)
@@ -406,7 +406,7 @@ def test_the_trainer_is_told_until_its_half_is_over_and_of_all_that_are_out() ->
     hold(e1, 99)
     hold(e2, 99)
     e0.fail(Transfer, Step.TRANSFER, reason="first")
-    trainer.policy = Policy(redrives=0)
+    trainer.policy = Policy(retries=0)
     trainer.sending = None
     trainer.acquire(1)
     world.settle()
@@ -1035,7 +1035,7 @@ def test_what_was_verified_must_be_what_was_published() -> None:
     """An engine that proved other bits under the same number is not committed, nor ready."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
-    trainer.policy = Policy(redrives=0)
+    trainer.policy = Policy(retries=0)
 
     def other_bits(message: Message) -> Verified:
         assert isinstance(message, Transfer)
@@ -1080,7 +1080,7 @@ def test_the_end_of_an_aborted_round_is_told_as_often_as_it_is_asked_for() -> No
     """An agent that missed it repeats its request, on the connection that it has."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
-    trainer.policy = Policy(redrives=0)
+    trainer.policy = Policy(retries=0)
     engine.fail(Transfer, Step.TRANSFER)
     assert world.publish(trainer, 1).outcome is Outcome.ABORTED
     (publish,) = (message for message in trainer.said if isinstance(message, Publish))
@@ -1094,7 +1094,7 @@ def test_the_end_of_an_aborted_round_is_told_as_often_as_it_is_asked_for() -> No
 def test_abort_reaches_engines_whatever_they_held() -> None:
     """After an abort clean engines were told `Abort` and serve; verified but uncommitted ones stay paused."""
     world, e0, e1, trainer = fleet()
-    trainer.policy = Policy(min_engines=2, redrives=0)
+    trainer.policy = Policy(min_engines=2, retries=0)
     e1.fail(Transfer, Step.TRANSFER, EngineHealth.CLEAN)
     done = world.publish(trainer, 1)
     assert done.outcome is Outcome.ABORTED
@@ -1108,7 +1108,7 @@ def test_abort_reaches_engines_whatever_they_held() -> None:
 def deaf_from(command: type[Message]) -> tuple[World, Engine, Engine, Trainer]:
     """Version 1 is everywhere; the second engine hears nothing any more once it is told this in the next round."""
     world, e0, e1, trainer = fleet()
-    trainer.policy = Policy(redrives=0)
+    trainer.policy = Policy(retries=0)
     assert set(outcomes(world, trainer, 1).values()) == {Outcome.COMMITTED}
     if command is Abort:
         e1.fail(Transfer, Step.TRANSFER)
@@ -1152,7 +1152,7 @@ def test_an_engine_that_has_not_answered_since_a_round_keeps_no_other_round(comm
 def test_an_engine_that_has_not_answered_is_waited_for_where_too_few_others_are_left() -> None:
     """A version that needs it would come to nothing at once, and it may be about to answer."""
     world, _e0, e1, trainer = fleet()
-    trainer.policy = Policy(redrives=0)
+    trainer.policy = Policy(retries=0)
     world.publish(trainer, 1)
     e1.script[Commit] = lambda _message: setattr(e1, "deaf", True)
     assert outcomes(world, trainer, 2) == {"e0": Outcome.COMMITTED, "e1": Outcome.QUARANTINED}
@@ -1171,7 +1171,7 @@ def test_an_engine_that_has_not_answered_is_waited_for_where_too_few_others_are_
 def test_while_no_engine_serves_all_have_their_time_to_resume() -> None:
     """The version is worth nothing without them."""
     world, e0, e1, trainer = fleet()
-    trainer.policy = Policy(redrives=0)
+    trainer.policy = Policy(retries=0)
     e1.fail(Transfer, Step.TRANSFER)
     e0.script[Commit] = lambda _message: setattr(e0, "deaf", True)
     e1.script[Abort] = lambda _message: setattr(e1, "deaf", True)

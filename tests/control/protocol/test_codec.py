@@ -46,7 +46,7 @@ INFO = m.EngineInfo(
     held=HELD,
 )
 TRAINER = m.TrainerInfo(host="boot-1", device="cpu", ranks=4, transports=(m.TransportKind.DISTRIBUTED,))
-POLICY = m.Policy(pause=m.PauseMode.IN_PLACE, flush=False, min_engines=2, redrives=3, transfer_timeout_s=9.5)
+POLICY = m.Policy(pause=m.PauseMode.IN_PLACE, flush=False, min_engines=2, retries=3, transfer_timeout_s=9.5)
 SIGNATURE = m.PublicationSignature(signer=AgentId("t0"), previous=HELD, signature="c" * 128)
 OFFER = m.Endpoint(
     transport=m.TransportKind.DISTRIBUTED,
