@@ -20,7 +20,7 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Final, NamedTuple
 
@@ -37,7 +37,7 @@ from weightbus.control.protocol import (
     WeightbusError,
 )
 from weightbus.dataplane.memory import BucketBuffers
-from weightbus.dataplane.tensors import Manifest, TensorSpec
+from weightbus.dataplane.tensors import Manifest
 
 from ..machine import EndReason, Mode, PublicationEnd, PublicationResult
 from ..settings import Overlap, SnapshotMemory
@@ -499,28 +499,11 @@ class SnapshotBuffer:
 class SnapshotSource:
     """A `Source` of one process over a snapshot: no other rank takes part, no parameter is read."""
 
+    root = True
+
     def __init__(self, source: Source, store: SnapshotBuffer) -> None:
-        self._source = source
+        self.model, self.device, self.tensors = source.model, source.device, source.tensors
         self._snapshot_buffer = store
-
-    @property
-    def model(self) -> str:
-        """Architecture of the model."""
-        return self._source.model
-
-    @property
-    def root(self) -> bool:
-        """True: it is the only rank."""
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which buckets are wanted."""
-        return self._source.device
-
-    def tensors(self) -> Sequence[TensorSpec]:
-        """Tensors of the snapshot."""
-        return self._source.tensors()
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
         """Copy a bucket of the snapshot."""

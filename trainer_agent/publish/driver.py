@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Final, assert_never
 
 import msgspec
@@ -178,9 +179,9 @@ class PublicationDriver:
 
     def run(self) -> PublicationResult:
         """Run until the machine is done. Effects are carried out in order, each before the next event is taken."""
-        effects: deque[ev.AnyEffect] = deque(self._handle(self._prepare_ahead() or ev.PublishRequested()))
+        effects: deque[ev.AnyEffect] = deque(self._handle(self._attempt(self._prepare_ahead) or ev.PublishRequested()))
         while effects or self.machine.result is None:
-            event = self._perform(effects.popleft()) if effects else self._wait()
+            event = self._attempt(partial(self._perform, effects.popleft()) if effects else self._wait)
             if event is not None:
                 effects.extend(self._handle(event))
         return self._settle(self.machine.result)
@@ -204,8 +205,30 @@ class PublicationDriver:
                 self._log.warning("digests_not_settled", error=f"{type(error).__name__}: {error}")
         in_place = self._staging.in_place
         result = settle_device(result, None if in_place is None else in_place.memory_export)
-        self._conclude_saving(result)
+        saving, self._saving = self._saving, None
+        if saving is not None and result.ending is EndReason.COMMITTED:
+            with self._watch.phase("save"):
+                self._saved, self._save_error = self._keep_files(saving)
+        elif saving is not None:
+            saving.discard()
         return result
+
+    def _attempt(self, step: Callable[[], ev.AnyEvent | None]) -> ev.AnyEvent | None:
+        """Do a step; a refusal, a timeout or a failure of the source becomes an event."""
+        try:
+            return step()
+        except RequestRefused as refused:
+            self._log.debug("refused", code=refused.code.value, reason=refused.reason)
+            return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
+        except CoordinatorUnreachable as silence:
+            if not self._silent:
+                self._log.warning("coordinator_silent", error=str(silence))
+            self._silent = True
+            return ev.RequestTimedOut(str(silence))
+        except (SourceError, WeightsDiffer) as error:
+            self.cause = error
+            differ = isinstance(error, WeightsDiffer)
+            return ev.AttemptFailed(EndReason.WEIGHTS_CHANGED if differ else EndReason.SOURCE_FAILED, str(error))
 
     def _handle(self, event: ev.AnyEvent) -> ev.Effects:
         before = self.machine.state
@@ -221,7 +244,9 @@ class PublicationDriver:
         deadline = self.machine.deadline
         if deadline is not None and now >= deadline:
             return ev.Tick()
-        self._keep_ranks_waiting(now)
+        if now >= self._keep_alive_at:
+            self._staging.ranks.tell(KeepWaiting())
+            self._keep_alive_at = now + self._context.settings.beat_s
         if self._delivery is None:
             until = min(self._keep_alive_at, deadline if deadline is not None else self._keep_alive_at)
             return self._event(self._context.bus.next(max(0.0, until - now)))
@@ -234,24 +259,16 @@ class PublicationDriver:
             self._delivery = None
             self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
             if delivery.differing:
-                return self._source_failed(WeightsDiffer(delivery.differing))
+                raise WeightsDiffer(delivery.differing)
             return ev.DeliveryEnded(delivery.epoch, delivery.failed, delivery.spared)
         row = delivery.wanted()
         if row is None:
             delivery.wait(_POLL_S)
             return None
-        try:
-            self._staging.refill(row, self._watch)
-        except (WeightsDiffer, SourceError) as error:
-            return self._source_failed(error)
+        self._staging.refill(row, self._watch)
         delivery.filled(row.stop)
         self._show(row.stop)
         return None
-
-    def _keep_ranks_waiting(self, now: float) -> None:
-        if now >= self._keep_alive_at:
-            self._staging.ranks.tell(KeepWaiting())
-            self._keep_alive_at = now + self._context.settings.beat_s
 
     def _event(self, message: m.ToAgent | None) -> ev.AnyEvent | None:
         """The event that a message of the coordinator stands for; None for a message of no concern to the machine."""
@@ -276,44 +293,33 @@ class PublicationDriver:
     def _perform(self, effect: ev.AnyEffect) -> ev.AnyEvent | None:  # noqa: C901, PLR0911  one line for each effect
         match effect:
             case ev.RequestLease():
-                return self._ask(self._acquire)
+                return self._acquire()
             case ev.AssembleBuckets():
                 return self._assemble()
             case ev.AnnounceRound():
-                return self._ask(lambda: self._announce(effect))
+                return self._announce(effect)
             case ev.StartDelivery():
-                return self._ask(lambda: self._deliver(effect))
+                return self._deliver(effect)
             case ev.AwaitDigests():
                 return self._await_digests()
             case ev.ReportDelivery():
-                return self._ask(lambda: self._report_delivery(effect))
+                return self._report_delivery(effect)
             case ev.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
             case ev.StopDelivery():
                 self._stop_delivery()
             case ev.AbandonRound():
-                self._abandon(effect)
+                self._log.warning("giving_up", epoch=effect.epoch, reason=effect.reason)
+                epoch, reason = Epoch(effect.epoch), effect.reason[:_TEXT]
+                self._send_best_effort(
+                    m.Abandon(request=self._key(), channel=self._channel, epoch=epoch, reason=reason)
+                )
             case ev.ReleaseLease():
                 self._send_best_effort(m.Release(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch)))
             case _:  # pragma: no cover
                 assert_never(effect)
         return None
-
-    def _ask(self, step: Callable[[], ev.AnyEvent | None]) -> ev.AnyEvent | None:
-        """Do a step that sends a request; a refusal or a timeout becomes an event."""
-        try:
-            event = step()
-        except RequestRefused as refused:
-            self._log.debug("refused", code=refused.code.value, reason=refused.reason)
-            return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
-        except CoordinatorUnreachable as silence:
-            if not self._silent:
-                self._log.warning("coordinator_silent", error=str(silence))
-            self._silent = True
-            return ev.RequestTimedOut(str(silence))
-        self._silent = False
-        return event
 
     def _acquire(self) -> ev.AnyEvent:
         with self._watch.phase("acquire"):
@@ -330,26 +336,18 @@ class PublicationDriver:
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         return ev.LeaseObtained(answer.epoch, answer.committed, self._may_defer_digests(answer))
 
-    def _prepare_ahead(self) -> ev.AnyEvent | None:
-        """Begin to compute what engines read while the lease is requested. Returns the failure if there is one."""
-        in_place = self._staging.in_place
-        try:
-            if in_place is not None:
-                with self._watch.phase("make"):
-                    in_place.prepare()
-        except SourceError as error:
-            return self._source_failed(error)
-        return None
+    def _prepare_ahead(self) -> None:
+        """Begin to compute what engines read while the lease is requested."""
+        if self._staging.in_place is not None:
+            with self._watch.phase("make"):
+                self._staging.in_place.prepare()
 
     def _assemble(self) -> ev.AnyEvent:
         staging = self._staging
         if self._saving is None and self._context.archive is not None and not self._catch_up:
             self._saving = self._context.archive.saving(self.version, staging.manifest)
-        try:
-            self._collect_digests()
-            table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
-        except SourceError as error:
-            return self._source_failed(error)
+        self._collect_digests()
+        table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
         if self._catch_up and self._committed is not None and self._committed.table != table.digest():
             table = self._adopt_committed_table(table, self._committed)
         return self._digests_ready(table)
@@ -360,12 +358,9 @@ class PublicationDriver:
         self._log.info("digested", bytes=manifest.nbytes, buckets=len(manifest.buckets), **seconds)
         return ev.DigestsReady(table.digest())
 
-    def _await_digests(self) -> ev.AnyEvent:
+    def _await_digests(self) -> ev.DigestsReady | ev.DigestsUnavailable:
         """Wait for deferred digests; send the table to the receivers and to the coordinator."""
-        try:
-            table = self._collect_digests()
-        except SourceError as error:
-            return self._source_failed(error)
+        table = self._collect_digests()
         if table is None:
             return ev.DigestsUnavailable(
                 "the ranks cannot digest what they expose any more: the table has to be made of buckets"
@@ -436,7 +431,7 @@ class PublicationDriver:
         return staging.table
 
     def _announce(self, effect: ev.AnnounceRound) -> ev.AnyEvent:
-        staging, timeout_s = self._staging, self._context.settings.request_timeout_s
+        staging = self._staging
         with self._watch.phase("announce"):
             manifest = Digest(staging.name)
             table = Digest("") if effect.digests_deferred else Digest(staging.table.digest())
@@ -461,33 +456,27 @@ class PublicationDriver:
             blobs = {manifest: staging.blob}
             if not effect.digests_deferred:
                 blobs[table] = staging.table.encode()
-            self._context.bus.request_with(message, blobs, timeout_s, 6 * timeout_s)
+            self._request(message, blobs)
         self._log.info("announced", epoch=effect.epoch, manifest=manifest[:12], table=table[:12])
-        return (
-            self._export_before_digests() if effect.digests_deferred else None
-        ) or ev.RoundAccepted()  # engines prepare meanwhile
+        self._export_before_digests()  # engines prepare meanwhile
+        return ev.RoundAccepted()
 
-    def _export_before_digests(self) -> ev.AnyEvent | None:
-        """Export what engines read while its digests are deferred, once. Returns the failure if there is one.
+    def _export_before_digests(self) -> None:
+        """Export what engines read while its digests are deferred, once.
 
         Called for the announcement and for a delivery: the answer to the announcement may get lost.
         """
         staging = self._staging
         open_table = self.machine.digests_deferred and not self.machine.table and staging.known is None
         if open_table and not self._digests_pending and staging.in_place is not None:
-            try:
-                with self._watch.phase("digest"):
-                    staging.in_place.export()
-            except SourceError as error:
-                return self._source_failed(error)
+            with self._watch.phase("digest"):
+                staging.in_place.export()
             self._digests_pending = True
-        return None
 
     def _deliver(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
         """Open the senders and offer them to the coordinator; from then on `_wait` watches the delivery."""
         of, staging = self._context, self._staging
-        if failed_early := self._export_before_digests():
-            return failed_early
+        self._export_before_digests()
         peers = self._peers(effect)
         unable = remove_unable(peers, of.senders) if self.machine.digests_deferred else {}
         table = None if self.machine.digests_deferred else staging.table
@@ -503,7 +492,7 @@ class PublicationDriver:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
         digested = self._digests_before_offer(effect) if self.machine.digests_deferred else None
-        if isinstance(digested, ev.AttemptFailed | ev.DigestsUnavailable):
+        if isinstance(digested, ev.DigestsUnavailable):
             return digested
         epoch, failed = Epoch(effect.epoch), _bounded({**delivery.unopened, **unable})
         if of.signer:
@@ -530,7 +519,7 @@ class PublicationDriver:
                 of.senders[kind] = of.make_sender(kind)
         return peers
 
-    def _digests_before_offer(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
+    def _digests_before_offer(self, effect: ev.StartDelivery) -> ev.DigestsReady | ev.DigestsUnavailable | None:
         """Send the digest table to the receivers of a new delivery, if it is known or has to be known by now."""
         staging = self._staging
         if staging.known is not None:
@@ -552,31 +541,19 @@ class PublicationDriver:
         failed = _bounded(effect.failed)
         if failed:
             self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
-        spared = tuple(AgentId(engine) for engine in effect.spared)
-        table = Digest(effect.table)
-        message = m.Sent(
+        epoch, table = Epoch(effect.epoch), Digest(effect.table)
+        sent = m.Sent(
             request=self._key(),
             channel=self._channel,
-            epoch=Epoch(effect.epoch),
+            epoch=epoch,
             failed=failed,
             table=table,
-            spared=spared,
+            spared=tuple(AgentId(engine) for engine in effect.spared),
         )
-        if table:
-            timeout_s = self._context.settings.request_timeout_s
-            if self._table_upload is not None:
-                self._table_upload.join(timeout_s)
-            self._context.bus.request_with(message, {table: self._staging.table.encode()}, timeout_s, 6 * timeout_s)
-        else:
-            self._request(message)
+        if table and self._table_upload is not None:
+            self._table_upload.join(self._context.settings.request_timeout_s)
+        self._request(sent, {table: self._staging.table.encode()} if table else None)
         return ev.ReportAcknowledged(effect.epoch)
-
-    def _abandon(self, effect: ev.AbandonRound) -> None:
-        self._log.warning("giving_up", epoch=effect.epoch, reason=effect.reason)
-        reason = effect.reason[:_TEXT]
-        self._send_best_effort(
-            m.Abandon(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), reason=reason)
-        )
 
     def _send_best_effort(self, message: m.Release | m.Abandon) -> None:
         try:
@@ -585,13 +562,8 @@ class PublicationDriver:
             # The lease runs out by itself; this only makes it quicker.
             self._log.debug("best_effort_unanswered", message=message.kind, error=str(error))
 
-    def _conclude_saving(self, result: PublicationResult) -> None:
-        """Keep the version's files if it was committed, otherwise discard them."""
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return None
-        if result.ending is not EndReason.COMMITTED:
-            return saving.discard()
+    def _keep_files(self, saving: Saving) -> tuple[str, str]:
+        """Keep the version's files. Returns their folder, and why there is none."""
         staging = self._staging
         notes = Notes(
             channel=self._context.settings.channel,
@@ -600,14 +572,12 @@ class PublicationDriver:
             manifest=staging.name,
             table=staging.table.digest(),
         )
-        with self._watch.phase("save"):
-            beside = {
-                saved_version.MANIFEST: staging.blob,
-                saved_version.TABLE: staging.table.encode(),
-                saved_version.PUBLICATION: msgspec.json.encode(self._announced),
-            }
-            self._saved, self._save_error = saving.finish(self.version, notes, beside)
-        return None
+        beside = {
+            saved_version.MANIFEST: staging.blob,
+            saved_version.TABLE: staging.table.encode(),
+            saved_version.PUBLICATION: msgspec.json.encode(self._announced),
+        }
+        return saving.finish(self.version, notes, beside)
 
     # -- the report ----------------------------------------------------------------------------------------------------
 
@@ -646,12 +616,14 @@ class PublicationDriver:
     def _key(self) -> RequestId:
         return self._context.bus.new_request()
 
-    def _request(self, message: m.ToCoordinator) -> m.ToAgent:
-        return self._context.bus.request(message, deadline_s=self._context.settings.request_timeout_s)
-
-    def _source_failed(self, error: SourceError | WeightsDiffer) -> ev.AttemptFailed:
-        self.cause, differ = error, isinstance(error, WeightsDiffer)
-        return ev.AttemptFailed(EndReason.WEIGHTS_CHANGED if differ else EndReason.SOURCE_FAILED, str(error))
+    def _request(self, message: m.ToCoordinator, blobs: Mapping[Digest, bytes] | None = None) -> m.ToAgent:
+        timeout_s = self._context.settings.request_timeout_s
+        if blobs:
+            answer = self._context.bus.request_with(message, blobs, timeout_s, 6 * timeout_s)
+        else:
+            answer = self._context.bus.request(message, deadline_s=timeout_s)
+        self._silent = False
+        return answer
 
     def _show(self, buckets_sent: int = 0) -> None:
         if self._context.progress is not None:
