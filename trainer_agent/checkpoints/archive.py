@@ -39,22 +39,12 @@ from ..machine import BadCheckpoint
 from .checkpoint_folder import Checkpoint, CorruptCheckpoint, read_config
 
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
-
-
 _LEFT_OVER: Final = re.compile(r"checkpoint-\d+\.tmp|\.checkpoint-\d+\.gone")
-
-
 _BESIDE: Final = 64 * 1024 * 1024
 """Bytes of a checkpoint beside its weights: config, tokenizer, manifest, table."""
-
-
 HANGS_S: Final = 300.0
 """Seconds that one step of saving may take, beside its bytes at `_LEAST_BYTES_S`, before the disk counts as hung."""
-
-
 _LEAST_BYTES_S: Final = 26e6
-
-
 _log = get_log(__name__)
 
 

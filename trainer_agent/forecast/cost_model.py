@@ -80,8 +80,6 @@ GPU_GB: Final = CalibratedValue(288.0, "not measured: the memory of a B300", mea
 BARRIER_ENGINE_S: Final = CalibratedValue(
     0.035e-3, "control.json: 2,048 agents resumed in 72 ms, on two cores that ran them, too"
 )
-
-
 _GB = 1e9
 
 

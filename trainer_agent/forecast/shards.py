@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Final
 
 import numpy as np
@@ -27,18 +26,13 @@ from ..sources.megatron import (
     Fusion,
     HeadCounts,
     HFModel,
-    LayerMapping,
     LocalParameter,
     MappingRule,
     Norm,
     ParallelRank,
     TensorCut,
-    body,
-    decoder_layer,
-    head,
     hf_tensors,
-    prediction_layer,
-    prediction_parts,
+    layer_mappings,
     shards_of,
 )
 from .fleet import Engines, FleetError, TrainerSpec
@@ -54,8 +48,6 @@ AXES: Final = 3
 class Block:
     """Mapping rules of consecutive tensors: a layer, or a part that the model has once."""
 
-    kind: str
-    """Blocks of one kind have the same parts."""
     rules: tuple[MappingRule, ...]
     first: int
     """Number of its first tensor."""
@@ -120,28 +112,15 @@ def tensors_of(config: Mapping[str, object], dtype: str | None = None) -> Tensor
 
 
 def _blocks(model: HFModel) -> Iterator[Block]:
-    first = 0
-    for kind, place, depth, read in _places(model):
-        targets = [target for rule in place.rules for target in rule.targets]
+    first, layers = 0, len(model.layers)
+    for place, mapping in enumerate(layer_mappings(model)):
+        targets = [target for rule in mapping.rules for target in rule.targets]
         each = sum("{e}" in target.name for target in targets)
         experts = model.sizes["experts"] if each else 0
         plain = len(targets) - each
-        yield Block(kind, place.rules, first, plain, each, experts, depth, read)
+        # The embedding, the layers, final norm and output layer, predictions.
+        yield Block(mapping.rules, first, plain, each, experts, min(place - 1, layers), place <= layers + 2)
         first += plain + each * experts
-
-
-def _places(model: HFModel) -> Iterator[tuple[str, LayerMapping, int, bool]]:
-    """In the order of `hf_tensors`."""
-    embedding, norm = body(model).rules
-    last = len(model.layers)
-    yield "embedding", LayerMapping((embedding,), ""), -1, True
-    for index, layer in enumerate(model.layers):
-        yield f"layer {layer.linear} {layer.experts}", decoder_layer(model, index), index, True
-    yield "norm", LayerMapping((norm,), ""), last, True
-    yield "head", head(model), last, True
-    for index in range(model.predictions):
-        yield "prediction", prediction_parts(model, index), last, False
-        yield "prediction layer", prediction_layer(model, index), last, False
 
 
 _MEGATRON_PADDING: Final = 128
@@ -166,26 +145,29 @@ def trainer_shards(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
     model = tensors.model
     if trainer.pp > len(model.layers):
         raise FleetError(f"pp = {trainer.pp} stages for {len(model.layers)} layers: use at most one stage for each")
-    if model.heads.heads % trainer.tp:
-        raise FleetError(f"the model has {model.heads.heads} heads, which tp = {trainer.tp} does not divide: change tp")
-    if trainer.ep > 1 and (not model.family.experts or model.sizes["experts"] % trainer.ep):
-        found = model.sizes["experts"] if model.family.experts else 0
-        raise FleetError(f"the model has {found} experts, ep = {trainer.ep} does not divide them: change ep")
+    _check_cut(model, trainer.tp, trainer.ep, "")
 
     @cache
-    def parts(kind: str, *, experts: bool) -> tuple[Part, ...]:
-        block = next(each for each in tensors.blocks if each.kind == kind)
-        return tuple(_parts(model, block, trainer.expert_tp if experts else trainer.tp, experts=experts))
+    def parts(rules: tuple[MappingRule, ...], *, experts: bool) -> tuple[Part, ...]:
+        return tuple(_parts(model, rules, trainer.expert_tp if experts else trainer.tp, experts=experts))
 
     tables: list[Column] = []
     for block in tensors.blocks:
         stage = _stage(block.depth, len(model.layers), trainer.pp) * trainer.stage
-        tables.append(_plain(parts(block.kind, experts=False), block, stage, trainer))
+        tables.append(_plain(parts(block.rules, experts=False), block, stage, trainer))
         if block.experts:
-            tables.append(_experts(parts(block.kind, experts=True), block, stage, trainer))
+            tables.append(_experts(parts(block.rules, experts=True), block, stage, trainer))
     table = np.concatenate([each for each in tables if len(each)])
     boxes = Boxes(table[:, 0], table[:, 4 : 4 + AXES], table[:, 4 + AXES :])
     return TrainerShards(boxes, table[:, 1], table[:, 2], table[:, 3])
+
+
+def _check_cut(model: HFModel, tp: int, ep: int, of: str) -> None:
+    if model.heads.heads % tp:
+        raise FleetError(f"the model has {model.heads.heads} heads, {of}tp = {tp} does not divide them: change it")
+    experts = model.sizes["experts"] if model.family.experts else 0
+    if ep > 1 and (not experts or experts % ep):
+        raise FleetError(f"the model has {experts} experts, {of}ep = {ep} does not divide them: change it")
 
 
 def _stage(depth: int, layers: int, stages: int) -> int:
@@ -209,37 +191,36 @@ def _plain(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec
 def _experts(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec) -> Column:
     """The boxes of all experts, from those of one: expert e is on the e-th share of the expert parallel ranks."""
     width, group = trainer.expert_tp, trainer.expert_tp * trainer.ep
-    of_one = np.array([(target, max(share, 0), *_wide(box)) for target, share, box in parts], np.int64)
-    every = np.array([share < 0 for _, share, _ in parts])
+    of_one = np.array([(target, share, *_wide(box)) for target, share, box in parts], np.int64)
+    if of_one.size and min(share for _, share, _ in parts) < 0:
+        raise FleetError(f"a part of an expert that etp = {width} does not cut: use etp = 1")
     expert = np.repeat(np.arange(block.experts), len(parts))
     rows = np.tile(of_one, (block.experts, 1))
-    alike = np.tile(every, block.experts)
     base = stage + expert // (block.experts // trainer.ep) * width + rows[:, 1]
     space = block.first + block.plain + expert * block.each + rows[:, 0]
     stride = np.full(len(rows), group)
-    if alike.any():
-        raise FleetError(f"a part of an expert that etp = {width} does not cut: use etp = 1")
     return np.column_stack([space, base, stride, np.full(len(rows), trainer.stage // group), rows[:, 2:]])
 
 
-def _parts(model: HFModel, block: Block, ranks: int, *, experts: bool) -> Iterator[Part]:
-    """The boxes of all shares, for the rules of experts or for the others."""
+def _numbered(rules: Sequence[MappingRule], *, experts: bool) -> Iterator[tuple[int, MappingRule]]:
+    """The rules of experts or the others, each with the position of its first target among theirs."""
     position = 0
-    for rule in block.rules:
-        of_expert = "{e}" in rule.targets[0].name
-        if of_expert is not experts:
-            continue
+    for rule in rules:
+        if ("{e}" in rule.targets[0].name) is experts:
+            yield position, rule
+            position += len(rule.targets)
+
+
+def _parts(model: HFModel, rules: Sequence[MappingRule], ranks: int, *, experts: bool) -> Iterator[Part]:
+    """The boxes of all shares, for the rules of experts or for the others."""
+    for position, rule in _numbered(rules, experts=experts):
         yield from _parts_of(model, rule, position, ranks, experts=experts)
-        position += len(rule.targets)
 
 
 def _parts_of(model: HFModel, rule: MappingRule, position: int, ranks: int, *, experts: bool) -> Iterator[Part]:
     served = [model.spec(target, "", "bfloat16", 0) for target in rule.targets]
     number = {spec.name: position + index for index, spec in enumerate(served)}
-    # Norms over all heads are cut with them, latent projections down are not.
-    wide_norm = rule.cut is TensorCut.ROWS_OR_NONE and rule.targets[0].norm is not Norm.NOT
-    cut = wide_norm or rule.cut in {TensorCut.ROWS, TensorCut.COLUMNS}
-    shares = ranks if cut else 1
+    shares = 1 if _is_copied(rule) else ranks
     rows = sum(spec.shape[0] for spec in served)
     full = (rows, *served[0].shape[1:])
     if rule.fusion is Fusion.VOCABULARY:
@@ -259,12 +240,11 @@ def _parts_of(model: HFModel, rule: MappingRule, position: int, ranks: int, *, e
         for piece in shards_of(
             rule, local, served, (0,) * len(served), heads=model.heads, share=ParallelRank(share, shares)
         ):
-            yield number[piece.tensor], share if cut else -1, piece.box
+            yield number[piece.tensor], -1 if _is_copied(rule) else share, piece.box
 
 
 def _wide(box: Box) -> tuple[int, ...]:
     missing = AXES - len(box.start)
-    assert missing >= 0, prod(box.stop)
     return (*box.start, *(0,) * missing, *box.stop, *(1,) * missing)
 
 
@@ -283,18 +263,11 @@ class EngineShards:
 def engine_shards(tensors: Tensors, engines: Engines) -> EngineShards:
     """The boxes of each worker. Raises `FleetError` for a layout that the engine could not be started with."""
     model = tensors.model
-    if model.heads.heads % engines.tp:
-        raise FleetError(
-            f"the model has {model.heads.heads} heads, engine tp = {engines.tp} does not divide them: change it"
-        )
-    if engines.ep > 1 and (not model.family.experts or model.sizes["experts"] % engines.ep):
-        found = model.sizes["experts"] if model.family.experts else 0
-        raise FleetError(f"the model has {found} experts, engine ep = {engines.ep} does not divide them: change it")
+    _check_cut(model, engines.tp, engines.ep, "engine ")
 
     @cache
-    def parts(kind: str, *, experts: bool) -> Column:
-        block = next(each for each in tensors.blocks if each.kind == kind)
-        found = _worker_parts(model, block, engines.tp // engines.ep if experts else engines.tp, experts=experts)
+    def parts(rules: tuple[MappingRule, ...], *, experts: bool) -> Column:
+        found = _worker_parts(model, rules, engines.tp // engines.ep if experts else engines.tp, experts=experts)
         rows = [(target, worker, *_wide(box)) for target, worker, box in found]
         return np.array(rows, np.int64).reshape(len(rows), 2 + 2 * AXES)
 
@@ -302,11 +275,11 @@ def engine_shards(tensors: Tensors, engines: Engines) -> EngineShards:
     for block in tensors.blocks:
         if not block.read:
             continue
-        plain = parts(block.kind, experts=False).copy()
+        plain = parts(block.rules, experts=False).copy()
         plain[:, 0] += block.first
         tables.append(plain)
         if block.experts:
-            of_one = parts(block.kind, experts=True)
+            of_one = parts(block.rules, experts=True)
             expert = np.repeat(np.arange(block.experts), len(of_one))
             rows = np.tile(of_one, (block.experts, 1))
             rows[:, 0] += block.first + block.plain + expert * block.each
@@ -316,23 +289,22 @@ def engine_shards(tensors: Tensors, engines: Engines) -> EngineShards:
     return EngineShards(Boxes(table[:, 0], table[:, 2 : 2 + AXES], table[:, 2 + AXES :]), table[:, 1])
 
 
-def _worker_parts(model: HFModel, block: Block, workers: int, *, experts: bool) -> Iterator[Part]:
-    position = 0
-    for rule in block.rules:
-        if ("{e}" in rule.targets[0].name) is not experts:
-            continue
+def _worker_parts(
+    model: HFModel, rules: Sequence[MappingRule], workers: int, *, experts: bool
+) -> Iterator[tuple[int, int, Box]]:
+    """The boxes of all workers of one engine, or of one expert's group: target, worker, box."""
+    for position, rule in _numbered(rules, experts=experts):
         for index, target in enumerate(rule.targets):
             spec = model.spec(target, "", "bfloat16", 0)
             for worker in range(workers):
                 for box in _boxes_of(model, rule, index, spec, ParallelRank(worker, workers)):
                     yield position + index, worker, box
-        position += len(rule.targets)
 
 
 def _boxes_of(model: HFModel, rule: MappingRule, index: int, spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
     """The boxes of one tensor on one worker."""
     heads = model.heads
-    if _is_copied(rule, index):
+    if _is_copied(rule):
         yield Box.whole(spec.shape)
     elif rule.fusion is Fusion.VOCABULARY:
         yield from _vocabulary(spec, share)
@@ -353,9 +325,9 @@ def _boxes_of(model: HFModel, rule: MappingRule, index: int, spec: TensorSpec, s
             yield _axis(spec, axis, begin + share.rank * each, begin + (share.rank + 1) * each)
 
 
-def _is_copied(rule: MappingRule, index: int) -> bool:
-    """True where every worker has the whole tensor, as of latent down projections but not of norms over all heads."""
-    wide_norm = rule.targets[index].norm is not Norm.NOT
+def _is_copied(rule: MappingRule) -> bool:
+    """True where every rank has the whole tensor, as of latent down projections but not of norms over all heads."""
+    wide_norm = rule.targets[0].norm is not Norm.NOT
     return rule.cut is TensorCut.NONE or (rule.cut is TensorCut.ROWS_OR_NONE and not wide_norm)
 
 

@@ -27,8 +27,6 @@ from .tensor_slices import Axis, Slice
 
 _WRAPPERS: Final = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 """What torch.compile, activation checkpointing and the like put into names."""
-
-
 _HEADS: Final = "num_attention_heads"
 _HEAD: Final = "lm_head.weight"
 

@@ -40,11 +40,7 @@ from ..source import AssemblyFailed, LayoutMismatch, RanksDisagree, SourceError
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
 """Seconds that a rank waits for another: longer than a round, in which rank 0 waits for the engines."""
-
-
 _HEADER_BYTES: Final = 8
-
-
 _PAGE_BYTES: Final = 1024
 """Largest message, header included, that is broadcast in one call."""
 
@@ -281,11 +277,7 @@ def _wrapped(rank: int, error: Exception) -> SourceError:
 
 Reader = Callable[[], Mapping[str, torch.Tensor]]
 """Returns the tensors of a model as they are now, by their names in memory. Reads no values, calls no other rank."""
-
-
 _ADVICE = "build the source again after replacing parameters"
-
-
 _OFFLOADED = (
     "it was offloaded, or its torch_memory_saver region is paused: load it back, or resume the region, before"
     " publishing; or move it to host memory with `.data = .data.cpu()`, where it is read, too"

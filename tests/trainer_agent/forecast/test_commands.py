@@ -140,7 +140,7 @@ def test_a_fleet_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_pa
     [
         ("--gpus 8 --tp 3", "8 trainer GPUs are no multiple of tp x pp = 3 x 1"),
         ("--gpus 8 --ep 3 --etp 1", "no multiple of ep x etp = 3 x 1"),
-        ("--gpus 32 --tp 32", "16 heads, which tp = 32 does not divide: change tp"),
+        ("--gpus 32 --tp 32", "16 heads, tp = 32 does not divide them: change it"),
         ("--gpus 8 --pp 8", "use at most one stage for each"),
         ("--engine-tp 4 --engine-ep 3", "4 engine tp are no multiple of engine ep = 3"),
         ("--engine-tp 3", "16 heads, engine tp = 3 does not divide them"),

@@ -8,13 +8,8 @@ if TYPE_CHECKING:
     from .cpu_emulation import CONFIG as CONFIG, install as install
     from .hf_model import (
         HFModel as HFModel,
-        LayerMapping as LayerMapping,
-        body as body,
-        decoder_layer as decoder_layer,
-        head as head,
         hf_tensors as hf_tensors,
-        prediction_layer as prediction_layer,
-        prediction_parts as prediction_parts,
+        layer_mappings as layer_mappings,
     )
     from .megatron_source import MegatronSource as MegatronSource
     from .parameter_mapping import (

@@ -17,7 +17,7 @@ from weightbus.dataplane.tensors import TensorSpec
 
 from ...source import SERVABLE_DTYPES, LayoutMismatch, UnsupportedModel
 from .model_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, Family, Prediction, Rules
-from .parameter_mapping import Fusion, HeadCounts, MappingRule, MappingTarget, Norm, TensorCut, by_name
+from .parameter_mapping import Fusion, HeadCounts, MappingRule, MappingTarget, Norm, TensorCut
 
 MOST_LAYERS: Final = 4096
 """Most layers of a model. Each is looked at; no known model has a tenth of it."""
@@ -160,6 +160,10 @@ class LayerMapping(NamedTuple):
     rules: tuple[MappingRule, ...]
     prefix: str
 
+    def rule(self, name: str) -> MappingRule | None:
+        """The rule of a parameter by its name below the layer; None when there is none."""
+        return next((rule for rule in self.rules if name in rule.megatron_names), None)
+
 
 def decoder_layer(model: HFModel, index: int) -> LayerMapping:
     """Layer `index` of the decoder."""
@@ -191,31 +195,27 @@ def prediction_parts(model: HFModel, index: int) -> LayerMapping:
     return LayerMapping(rules, "")
 
 
-def body(model: HFModel) -> LayerMapping:
-    """The parts that a model has once, below its prefix."""
-    return LayerMapping((EMBEDDING, FINAL_NORM), model.family.body)
+def once(model: HFModel) -> tuple[LayerMapping, LayerMapping, LayerMapping]:
+    """Embedding, final norm and output layer; no rule for an output layer that is the embedding."""
+    output = (OUTPUT,) if model.applies(OUTPUT.when) else ()
+    prefix = model.family.body
+    return LayerMapping((EMBEDDING,), prefix), LayerMapping((FINAL_NORM,), prefix), LayerMapping(output, "")
 
 
-def head(model: HFModel) -> LayerMapping:
-    """The output layer, unless it is the embedding."""
-    return LayerMapping((OUTPUT,) if model.applies(OUTPUT.when) else (), "")
+def layer_mappings(model: HFModel) -> Iterator[LayerMapping]:
+    """The whole model: embedding, layers, final norm, output layer, then parts and layer of each prediction."""
+    embedding, *behind = once(model)
+    yield embedding
+    yield from (decoder_layer(model, index) for index in range(len(model.layers)))
+    yield from behind
+    for index in range(model.predictions):
+        yield prediction_parts(model, index)
+        yield prediction_layer(model, index)
 
 
 def hf_tensors(model: HFModel, dtype: str) -> tuple[TensorSpec, ...]:
     """Every tensor of the checkpoint, layer by layer; a complete set of shards covers all of them."""
-    return tuple(_tensors(model, dtype))
-
-
-def _tensors(model: HFModel, dtype: str) -> Iterator[TensorSpec]:
-    embedding, norm = body(model).rules
-    yield from _of(model, LayerMapping((embedding,), model.family.body), dtype)
-    for index in range(len(model.layers)):
-        yield from _of(model, decoder_layer(model, index), dtype)
-    yield from _of(model, LayerMapping((norm,), model.family.body), dtype)
-    yield from _of(model, head(model), dtype)
-    for index in range(model.predictions):
-        yield from _of(model, prediction_parts(model, index), dtype)
-        yield from _of(model, prediction_layer(model, index), dtype)
+    return tuple(spec for mapping in layer_mappings(model) for spec in _of(model, mapping, dtype))
 
 
 def _of(model: HFModel, place: LayerMapping, dtype: str) -> Iterator[TensorSpec]:
@@ -262,9 +262,6 @@ _USUAL_KEYS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Usual config keys of each size. A model needs the sizes that its blocks name."""
 
-_EVERY_MODEL: Final = frozenset({"hidden", "heads", "vocab"})
-_DENSE_LAYERS: Final = frozenset({"ffn"})
-
 
 class _Fields:
     """A Hugging Face config, read with errors that name the wrong field."""
@@ -289,7 +286,12 @@ class _Fields:
         return bool(self.get(value, False)) if isinstance(value, str) else value
 
     def compute_settings(self) -> dict[str, ConfigValue]:
-        return _compute_settings(self._inner)
+        """Settings that change the model's computation, by the config's keys."""
+        known = [(key, self.get(key)) for key in (*_ROUTING, *_INDEXER, "rope_theta", "use_sliding_window")]
+        for section in _NESTED:
+            if isinstance(inner := self.get(section), Mapping):
+                known += [(key, cast("Mapping[str, object]", inner).get(key)) for key in _ROTATION]
+        return {key: value for key, value in known if isinstance(value, (bool, int, float, str))}
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
@@ -331,7 +333,7 @@ class _Sizes(dict[str, int]):
 
 
 def _sizes(fields: _Fields, family: Family, *, dense: bool) -> dict[str, int]:
-    size, needed = _Sizes(one=1), _EVERY_MODEL | _DENSE_LAYERS if dense else _EVERY_MODEL
+    size, needed = _Sizes(one=1), {"hidden", "heads", "vocab", *(("ffn",) if dense else ())}
     for name, keys in _USUAL_KEYS.items():
         known = (family.keys[name],) if name in family.keys else keys
         present = [key for key in known if fields.get(key) is not None]
@@ -429,21 +431,6 @@ def _dtype(fields: _Fields) -> str | None:
     return value.removeprefix("torch.")
 
 
-def _compute_settings(config: Mapping[str, object]) -> dict[str, ConfigValue]:
-    """Settings in a language model's config that change its computation, by the config's keys."""
-    found = _known_values(config, (*_ROUTING, *_INDEXER, "rope_theta", "use_sliding_window"))
-    for section in _NESTED:
-        inner = config.get(section)
-        if isinstance(inner, Mapping):
-            found |= _known_values(cast("Mapping[str, object]", inner), _ROTATION)
-    return found
-
-
-def _known_values(config: Mapping[str, object], known: tuple[str, ...]) -> dict[str, ConfigValue]:
-    given = ((key, config.get(key)) for key in known)
-    return {key: value for key, value in given if isinstance(value, (bool, int, float, str))}
-
-
 _LAYER: Final = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _PREDICTION: Final = re.compile(r"^mtp\.layers\.(\d+)\.(?:(mtp_model_layer|transformer_layer)\.)?(.+)$")
 """Its transformer layer is called `transformer_layer` up to Megatron-core 0.16 and `mtp_model_layer` since."""
@@ -502,10 +489,9 @@ def match_parameter(
         return _within(decoder_layer(model, index), match[2], f"decoder.layers.{index}.", expert_of) if known else None
     if (match := _PREDICTION.match(name)) is not None:
         return _in_prediction(match, prediction_of(int(match[1])), model, expert_of)
-    for part in (body(model), head(model)):
-        if (rule := by_name(part.rules).get(name)) is not None:
-            return ParameterMatch(rule, part.prefix, None, name)
-    return None
+    return next(
+        (ParameterMatch(rule, each.prefix, None, name) for each in once(model) if (rule := each.rule(name))), None
+    )
 
 
 def advice_for(name: str, model: HFModel) -> str:
@@ -528,7 +514,7 @@ def _in_prediction(
 
 def _within(place: LayerMapping, local: str, prefix: str, expert_of: Callable[[int], int]) -> ParameterMatch | None:
     name, expert = _expert(local)
-    rule = by_name(place.rules).get(name)
+    rule = place.rule(name)
     if rule is None:
         return None
     index = None if expert is None else expert_of(expert)

@@ -284,20 +284,10 @@ def _layers(stage: PipelineStage) -> str:
 
 NOT_READ: Final = ("gtp_remat", "expt_gtp_remat")
 """Groups along which weights are cut further, since Megatron-core 0.19."""
-
-
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
-
-
 _OUTPUT: Final = "output_layer.weight"
-
-
 _ATTENTION_SYMBOLS: Final = "*G+D"
-
-
 _MLP_SYMBOLS: Final = "-E"
-
-
 _ADVICE: Final = "build the model with its own specs and stages, and change no layer_number afterwards"
 
 

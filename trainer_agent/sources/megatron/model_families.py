@@ -27,204 +27,125 @@ from .parameter_mapping import Fusion, MappingRule, MappingTarget, Norm, TensorC
 Rules = tuple[MappingRule, ...]
 
 
-def _norm(name: str, size: str = "hidden", kind: Norm = Norm.FAMILY) -> MappingTarget:
-    return MappingTarget(name, (size,), kind)
+def _rule(
+    trained: str,
+    served: str,
+    cut: TensorCut = TensorCut.NONE,
+    fusion: Fusion = Fusion.PLAIN,
+    *,
+    when: str | None = None,
+    norm: Norm = Norm.NOT,
+    dtype: str | None = None,
+) -> MappingRule:
+    """A row: alternative names of the parameter, and its tensors, each as ``name: sizes of its axes``."""
+    targets = (each.partition(": ") for each in served.split(", "))
+    tensors = (MappingTarget(name, tuple(sizes.split()), norm, dtype) for name, _, sizes in targets)
+    return MappingRule(tuple(trained.split()), tuple(tensors), cut, fusion, when)
 
 
-EMBEDDING: Final = MappingRule(
-    ("embedding.word_embeddings.weight",),
-    (MappingTarget("embed_tokens.weight", ("vocab", "hidden")),),
-    TensorCut.ROWS,
-    Fusion.VOCABULARY,
-)
-FINAL_NORM: Final = MappingRule(
-    ("decoder.final_layernorm.weight", "decoder.final_norm.weight"), (_norm("norm.weight"),)
-)
-OUTPUT: Final = MappingRule(
-    ("output_layer.weight",),
-    (MappingTarget("lm_head.weight", ("vocab", "hidden")),),
-    TensorCut.ROWS,
-    Fusion.VOCABULARY,
-    when="not tied",
-)
+def _norm(trained: str, served: str, cut: TensorCut = TensorCut.NONE, *, when: str | None = None) -> MappingRule:
+    return _rule(trained, served, cut, when=when, norm=Norm.FAMILY)
 
+
+_ROWS, _COLUMNS, _ROWS_OR_NONE = TensorCut.ROWS, TensorCut.COLUMNS, TensorCut.ROWS_OR_NONE
+
+EMBEDDING: Final = _rule(
+    "embedding.word_embeddings.weight", "embed_tokens.weight: vocab hidden", _ROWS, Fusion.VOCABULARY
+)
+FINAL_NORM: Final = _norm("decoder.final_layernorm.weight decoder.final_norm.weight", "norm.weight: hidden")
+OUTPUT: Final = _rule("output_layer.weight", "lm_head.weight: vocab hidden", _ROWS, Fusion.VOCABULARY, when="not tied")
 NORMS: Final[Rules] = (
-    MappingRule(
-        (
-            "input_layernorm.weight",
-            "self_attention.linear_qkv.layer_norm_weight",
-            "self_attention.in_proj.layer_norm_weight",
-        ),
-        (_norm("input_layernorm.weight"),),
+    _norm(
+        "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight self_attention.in_proj.layer_norm_weight",
+        "input_layernorm.weight: hidden",
     ),
-    MappingRule(
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), (_norm("post_attention_layernorm.weight"),)
-    ),
+    _norm("pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight: hidden"),
 )
-
 SANDWICH_NORMS: Final[Rules] = (
-    MappingRule(("post_self_attn_layernorm.weight",), (_norm("post_self_attn_layernorm.weight"),)),
-    MappingRule(("post_mlp_layernorm.weight",), (_norm("post_mlp_layernorm.weight"),)),
+    _norm("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight: hidden"),
+    _norm("post_mlp_layernorm.weight", "post_mlp_layernorm.weight: hidden"),
 )
 
-_Q, _K, _V, _O = (f"self_attn.{part}_proj" for part in "qkvo")
+
+def _qkv(kind: str, query: str, key: str, fusion: Fusion, when: str | None = None) -> MappingRule:
+    q, k, v = (f"self_attn.{part}_proj.{kind}" for part in "qkv")
+    return _rule(f"self_attention.linear_qkv.{kind}", f"{q}: {query}, {k}: {key}, {v}: {key}", _ROWS, fusion, when=when)
+
 
 ATTENTION: Final[Rules] = (
-    MappingRule(
-        ("self_attention.linear_qkv.weight",),
-        (
-            MappingTarget(f"{_Q}.weight", ("query", "hidden")),
-            MappingTarget(f"{_K}.weight", ("key", "hidden")),
-            MappingTarget(f"{_V}.weight", ("key", "hidden")),
-        ),
-        TensorCut.ROWS,
-        Fusion.QKV,
-    ),
-    MappingRule(
-        ("self_attention.linear_qkv.bias",),
-        (
-            MappingTarget(f"{_Q}.bias", ("query",)),
-            MappingTarget(f"{_K}.bias", ("key",)),
-            MappingTarget(f"{_V}.bias", ("key",)),
-        ),
-        TensorCut.ROWS,
-        Fusion.QKV,
-        when="qkv_bias",
-    ),
-    MappingRule(
-        ("self_attention.linear_proj.weight",),
-        (MappingTarget(f"{_O}.weight", ("hidden", "attended")),),
-        TensorCut.COLUMNS,
-    ),
-    MappingRule(("self_attention.linear_proj.bias",), (MappingTarget(f"{_O}.bias", ("hidden",)),), when="proj_bias"),
+    _qkv("weight", "query hidden", "key hidden", Fusion.QKV),
+    _qkv("bias", "query", "key", Fusion.QKV, when="qkv_bias"),
+    _rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight: hidden attended", _COLUMNS),
+    _rule("self_attention.linear_proj.bias", "self_attn.o_proj.bias: hidden", when="proj_bias"),
 )
-
 HEAD_NORMS: Final[Rules] = (
-    MappingRule(
-        ("self_attention.q_layernorm.weight",), (_norm("self_attn.q_norm.weight", "head_dim"),), when="qk_norm"
-    ),
-    MappingRule(
-        ("self_attention.k_layernorm.weight",), (_norm("self_attn.k_norm.weight", "head_dim"),), when="qk_norm"
-    ),
+    _norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight: head_dim", when="qk_norm"),
+    _norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight: head_dim", when="qk_norm"),
 )
-
 # Over all heads at once; a rank holds the part of its own heads.
 WIDE_HEAD_NORMS: Final[Rules] = (
-    MappingRule(
-        ("self_attention.q_layernorm.weight",), (_norm("self_attn.q_norm.weight", "query"),), TensorCut.ROWS_OR_NONE
-    ),
-    MappingRule(
-        ("self_attention.k_layernorm.weight",), (_norm("self_attn.k_norm.weight", "key"),), TensorCut.ROWS_OR_NONE
-    ),
+    _norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight: query", _ROWS_OR_NONE),
+    _norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight: key", _ROWS_OR_NONE),
 )
-
 GATED_ATTENTION: Final[Rules] = (
-    MappingRule(
-        ("self_attention.linear_qkv.weight",),
-        (
-            MappingTarget(f"{_Q}.weight", ("gated_query", "hidden")),
-            MappingTarget(f"{_K}.weight", ("key", "hidden")),
-            MappingTarget(f"{_V}.weight", ("key", "hidden")),
-        ),
-        TensorCut.ROWS,
-        Fusion.GATED_QKV,
-    ),
-    MappingRule(
-        ("self_attention.linear_proj.weight",),
-        (MappingTarget(f"{_O}.weight", ("hidden", "attended")),),
-        TensorCut.COLUMNS,
-    ),
+    _qkv("weight", "gated_query hidden", "key hidden", Fusion.GATED_QKV),
+    _rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight: hidden attended", _COLUMNS),
 )
-
 LATENT_ATTENTION: Final[Rules] = (
-    MappingRule(
-        ("self_attention.linear_q_proj.weight",),
-        (MappingTarget(f"{_Q}.weight", ("latent_query", "hidden")),),
-        TensorCut.ROWS,
-        when="not q_lora",
+    _rule(
+        "self_attention.linear_q_proj.weight", "self_attn.q_proj.weight: latent_query hidden", _ROWS, when="not q_lora"
     ),
-    MappingRule(
-        ("self_attention.linear_q_down_proj.weight",),
-        (MappingTarget("self_attn.q_a_proj.weight", ("q_lora", "hidden")),),
-        TensorCut.ROWS_OR_NONE,
+    _rule(
+        "self_attention.linear_q_down_proj.weight",
+        "self_attn.q_a_proj.weight: q_lora hidden",
+        _ROWS_OR_NONE,
         when="q_lora",
     ),
-    MappingRule(
-        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
-        (_norm("self_attn.q_a_layernorm.weight", "q_lora"),),
+    _norm(
+        "self_attention.q_layernorm.weight self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attn.q_a_layernorm.weight: q_lora",
         when="q_lora",
     ),
-    MappingRule(
-        ("self_attention.linear_q_up_proj.weight",),
-        (MappingTarget("self_attn.q_b_proj.weight", ("latent_query", "q_lora")),),
-        TensorCut.ROWS,
-        when="q_lora",
+    _rule(
+        "self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight: latent_query q_lora", _ROWS, when="q_lora"
     ),
-    MappingRule(
-        ("self_attention.linear_kv_down_proj.weight",),
-        (MappingTarget("self_attn.kv_a_proj_with_mqa.weight", ("latent_kv", "hidden")),),
-        TensorCut.ROWS_OR_NONE,
+    _rule(
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight: latent_kv hidden",
+        _ROWS_OR_NONE,
     ),
-    MappingRule(
-        ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
-        (_norm("self_attn.kv_a_layernorm.weight", "kv_lora"),),
+    _norm(
+        "self_attention.kv_layernorm.weight self_attention.linear_kv_up_proj.layer_norm_weight",
+        "self_attn.kv_a_layernorm.weight: kv_lora",
     ),
-    MappingRule(
-        ("self_attention.linear_kv_up_proj.weight",),
-        (MappingTarget("self_attn.kv_b_proj.weight", ("keys_and_values", "kv_lora")),),
-        TensorCut.ROWS,
-    ),
-    MappingRule(
-        ("self_attention.linear_proj.weight",),
-        (MappingTarget(f"{_O}.weight", ("hidden", "latent_attended")),),
-        TensorCut.COLUMNS,
-    ),
+    _rule("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight: keys_and_values kv_lora", _ROWS),
+    _rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight: hidden latent_attended", _COLUMNS),
 )
-
-_INDEXER = "self_attention.core_attention.indexer"
-
+_INDEXER: Final = "self_attention.core_attention.indexer"
 SPARSE_INDEXER: Final[Rules] = (
-    MappingRule(
-        (f"{_INDEXER}.linear_wq_b.weight",),
-        (MappingTarget("self_attn.indexer.wq_b.weight", ("indexer_query", "q_lora")),),
-    ),
-    MappingRule(
-        (f"{_INDEXER}.linear_wk.weight",), (MappingTarget("self_attn.indexer.wk.weight", ("indexer_dim", "hidden")),)
-    ),
-    MappingRule((f"{_INDEXER}.k_norm.weight",), (_norm("self_attn.indexer.k_norm.weight", "indexer_dim"),)),
-    MappingRule((f"{_INDEXER}.k_norm.bias",), (MappingTarget("self_attn.indexer.k_norm.bias", ("indexer_dim",)),)),
-    MappingRule(
-        (f"{_INDEXER}.linear_weights_proj.weight",),
-        (MappingTarget("self_attn.indexer.weights_proj.weight", ("indexer_heads", "hidden")),),
-    ),
+    _rule(f"{_INDEXER}.linear_wq_b.weight", "self_attn.indexer.wq_b.weight: indexer_query q_lora"),
+    _rule(f"{_INDEXER}.linear_wk.weight", "self_attn.indexer.wk.weight: indexer_dim hidden"),
+    _norm(f"{_INDEXER}.k_norm.weight", "self_attn.indexer.k_norm.weight: indexer_dim"),
+    _rule(f"{_INDEXER}.k_norm.bias", "self_attn.indexer.k_norm.bias: indexer_dim"),
+    _rule(f"{_INDEXER}.linear_weights_proj.weight", "self_attn.indexer.weights_proj.weight: indexer_heads hidden"),
 )
-
 DELTA_NET: Final[Rules] = (
-    MappingRule(
-        ("self_attention.in_proj.weight",),
-        (
-            MappingTarget("linear_attn.in_proj_qkvz.weight", ("delta_qkvz", "hidden")),
-            MappingTarget("linear_attn.in_proj_ba.weight", ("delta_ba", "hidden")),
-        ),
-        TensorCut.ROWS,
+    _rule(
+        "self_attention.in_proj.weight",
+        "linear_attn.in_proj_qkvz.weight: delta_qkvz hidden, linear_attn.in_proj_ba.weight: delta_ba hidden",
+        _ROWS,
         Fusion.DELTA_IN,
     ),
-    MappingRule(
-        ("self_attention.conv1d.weight",),
-        (MappingTarget("linear_attn.conv1d.weight", ("delta_channels", "one", "delta_kernel")),),
-        TensorCut.ROWS,
+    _rule(
+        "self_attention.conv1d.weight",
+        "linear_attn.conv1d.weight: delta_channels one delta_kernel",
+        _ROWS,
         Fusion.DELTA_CONVOLUTION,
     ),
-    MappingRule(("self_attention.A_log",), (MappingTarget("linear_attn.A_log", ("delta_values",)),), TensorCut.ROWS),
-    MappingRule(
-        ("self_attention.dt_bias",), (MappingTarget("linear_attn.dt_bias", ("delta_values",)),), TensorCut.ROWS
-    ),
-    MappingRule(("self_attention.out_norm.weight",), (_norm("linear_attn.norm.weight", "delta_value_dim", Norm.ONE),)),
-    MappingRule(
-        ("self_attention.out_proj.weight",),
-        (MappingTarget("linear_attn.out_proj.weight", ("hidden", "delta_attended")),),
-        TensorCut.COLUMNS,
-    ),
+    _rule("self_attention.A_log", "linear_attn.A_log: delta_values", _ROWS),
+    _rule("self_attention.dt_bias", "linear_attn.dt_bias: delta_values", _ROWS),
+    _rule("self_attention.out_norm.weight", "linear_attn.norm.weight: delta_value_dim", norm=Norm.ONE),
+    _rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight: hidden delta_attended", _COLUMNS),
 )
 
 
@@ -232,65 +153,41 @@ def _gated(trained: str, served: str, size: str, when: str | None = None) -> Rul
     """A gated MLP: two projections fused in, one out."""
     gate, up, down = (f"{served}.{part}_proj.weight" for part in ("gate", "up", "down"))
     return (
-        MappingRule(
-            (f"{trained}.linear_fc1.weight",),
-            (MappingTarget(gate, (size, "hidden")), MappingTarget(up, (size, "hidden"))),
-            TensorCut.ROWS,
+        _rule(
+            f"{trained}.linear_fc1.weight",
+            f"{gate}: {size} hidden, {up}: {size} hidden",
+            _ROWS,
             Fusion.GATED,
-            when,
+            when=when,
         ),
-        MappingRule(
-            (f"{trained}.linear_fc2.weight",), (MappingTarget(down, ("hidden", size)),), TensorCut.COLUMNS, when=when
-        ),
+        _rule(f"{trained}.linear_fc2.weight", f"{down}: hidden {size}", _COLUMNS, when=when),
     )
 
 
 MLP: Final[Rules] = (
     *_gated("mlp", "mlp", "ffn"),
-    MappingRule(
-        ("mlp.linear_fc1.bias",),
-        (MappingTarget("mlp.gate_proj.bias", ("ffn",)), MappingTarget("mlp.up_proj.bias", ("ffn",))),
-        TensorCut.ROWS,
-        Fusion.GATED,
-        when="mlp_bias",
+    _rule(
+        "mlp.linear_fc1.bias", "mlp.gate_proj.bias: ffn, mlp.up_proj.bias: ffn", _ROWS, Fusion.GATED, when="mlp_bias"
     ),
-    MappingRule(("mlp.linear_fc2.bias",), (MappingTarget("mlp.down_proj.bias", ("hidden",)),), when="mlp_bias"),
+    _rule("mlp.linear_fc2.bias", "mlp.down_proj.bias: hidden", when="mlp_bias"),
 )
-
 STACKED_MLP: Final[Rules] = (
-    MappingRule(
-        ("mlp.linear_fc1.weight",),
-        (MappingTarget("mlp.gate_up_proj.weight", ("gate_and_up", "hidden")),),
-        TensorCut.ROWS,
-        Fusion.GATED,
-    ),
-    MappingRule(
-        ("mlp.linear_fc2.weight",), (MappingTarget("mlp.down_proj.weight", ("hidden", "ffn")),), TensorCut.COLUMNS
-    ),
+    _rule("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight: gate_and_up hidden", _ROWS, Fusion.GATED),
+    _rule("mlp.linear_fc2.weight", "mlp.down_proj.weight: hidden ffn", _COLUMNS),
 )
-
 ROUTED_EXPERTS: Final[Rules] = (
-    MappingRule(("mlp.router.weight",), (MappingTarget("mlp.gate.weight", ("experts", "hidden")),)),
+    _rule("mlp.router.weight", "mlp.gate.weight: experts hidden"),
     *_gated("mlp.experts", "mlp.experts.{e}", "expert_ffn"),
 )
-"""Experts go by one name, sequential or grouped; hf_model.py takes their indexes out of their names."""
-
+"""Experts go by one name, sequential or grouped; `match_parameter` takes their indexes out of their names."""
 ROUTER_BIAS: Final[Rules] = (
     # Kept in single precision by Megatron and by engines, whatever the model is served in.
-    MappingRule(
-        ("mlp.router.expert_bias",), (MappingTarget("mlp.gate.e_score_correction_bias", ("experts",), dtype="float32"),)
-    ),
+    _rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias: experts", dtype="float32"),
 )
-
 SHARED_EXPERTS: Final[Rules] = _gated("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", "shared_experts")
-
 GATED_SHARED_EXPERT: Final[Rules] = (
     *_gated("mlp.shared_experts", "mlp.shared_expert", "shared_ffn", "shared_experts"),
-    MappingRule(
-        ("mlp.shared_experts.gate_weight",),
-        (MappingTarget("mlp.shared_expert_gate.weight", ("one", "hidden")),),
-        when="shared_experts",
-    ),
+    _rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight: one hidden", when="shared_experts"),
 )
 
 

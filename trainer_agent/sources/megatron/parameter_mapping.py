@@ -16,7 +16,7 @@ holds ``[gate_r; up_r]``, dense or expert, sequential or grouped. The attribute 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -257,13 +257,3 @@ def _delta_in(heads: HeadCounts) -> Iterator[_Section]:
         at += width
     for half in range(2):
         yield concatenate(RowRun((2 * head + half) * values, values, tensor=1) for head in range(heads.key_heads))
-
-
-def by_name(rules: Sequence[MappingRule]) -> Mapping[str, MappingRule]:
-    """Rules by each of their Megatron names, which are distinct."""
-    named: dict[str, MappingRule] = {}
-    for rule in rules:
-        for name in rule.megatron_names:
-            assert name not in named, f"two rules for {name!r}"
-            named[name] = rule
-    return named
