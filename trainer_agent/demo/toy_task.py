@@ -17,6 +17,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  # a bare PathLike
 
+from ..sources.megatron import HFModel, hf_tensors
 from .commands import TrainerKind
 
 VOCABULARY: Final = 512
@@ -75,16 +76,6 @@ class ModelShape(msgspec.Struct, frozen=True):
     experts_per_token: int = 2
     expert_ffn: int = 64
 
-    @property
-    def q_rows(self) -> int:
-        """Rows of the query projection."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_rows(self) -> int:
-        """Rows of the key projection, and of the value projection."""
-        return self.kv_groups * self.head_dim
-
 
 TINY: Final = ModelShape()
 TINY_EXPERTS: Final = ModelShape(experts=4)
@@ -134,53 +125,19 @@ def model_config(shape: ModelShape) -> dict[str, object]:
     }
 
 
-def checkpoint_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint by name, with its shape."""
-    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
-    for index in range(shape.layers):
-        layer = f"model.layers.{index}."
-        table |= {
-            layer + "input_layernorm.weight": (shape.hidden,),
-            layer + "self_attn.q_proj.weight": (shape.q_rows, shape.hidden),
-            layer + "self_attn.k_proj.weight": (shape.kv_rows, shape.hidden),
-            layer + "self_attn.v_proj.weight": (shape.kv_rows, shape.hidden),
-            layer + "self_attn.o_proj.weight": (shape.hidden, shape.q_rows),
-            layer + "self_attn.q_norm.weight": (shape.head_dim,),
-            layer + "self_attn.k_norm.weight": (shape.head_dim,),
-            layer + "post_attention_layernorm.weight": (shape.hidden,),
-            **_mlps(layer + "mlp.", shape),
-        }
-    return table | {
-        "model.norm.weight": (shape.hidden,),
-        "lm_head.weight": (shape.vocabulary, shape.hidden),
-    }
-
-
-def _mlps(prefix: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The MLP of a layer, or its experts and their router."""
-    sizes = {f"{prefix}experts.{expert}.": shape.expert_ffn for expert in range(shape.experts)} or {prefix: shape.ffn}
-    table: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (shape.experts, shape.hidden)} if shape.experts else {}
-    for at, inner in sizes.items():
-        table |= {
-            at + "gate_proj.weight": (inner, shape.hidden),
-            at + "up_proj.weight": (inner, shape.hidden),
-            at + "down_proj.weight": (shape.hidden, inner),
-        }
-    return table
-
-
 def write_checkpoint(folder: Path, seed: int, shape: ModelShape = TINY) -> Path:
     """Write the checkpoint into `folder` and return it. The same seed writes the same bits."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
+    config = model_config(shape)
     weights = {
-        name: torch.ones(size, dtype=torch.bfloat16)
-        if name.endswith("norm.weight")
-        else (torch.randn(size, generator=generator) * INITIAL_SPREAD).to(torch.bfloat16)
-        for name, size in checkpoint_tensors(shape).items()
+        spec.name: torch.ones(spec.shape, dtype=torch.bfloat16)
+        if spec.name.endswith("norm.weight")
+        else (torch.randn(spec.shape, generator=generator) * INITIAL_SPREAD).to(torch.bfloat16)
+        for spec in hf_tensors(HFModel.parse(config), "bfloat16")
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(model_config(shape), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"bos_token_id": 1, "eos_token_id": 2, "max_new_tokens": RESPONSE_TOKENS + PROMPT_TOKENS}
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
     return folder

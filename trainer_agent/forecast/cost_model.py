@@ -26,7 +26,6 @@ class CalibratedValue(msgspec.Struct, frozen=True):
 
     value: float
     source: str
-    measured: bool = True
 
 
 DEVICE_GB_S: Final = CalibratedValue(1940.0, "colocated.json: 31.2 GB copied on one H200 in 16 ms")
@@ -36,7 +35,7 @@ NVLINK_GB_S: Final = CalibratedValue(
 BOTH_WAYS: Final = CalibratedValue(
     0.9, "crosswise.json beside peer.json: what is left of NVLink one way while both are used"
 )
-NIC_GB_S: Final = CalibratedValue(45.0, "not measured: 0.9 of a 400 Gb/s NIC", measured=False)
+NIC_GB_S: Final = CalibratedValue(45.0, "not measured: 0.9 of a 400 Gb/s NIC")
 STORAGE_GB_S: Final = CalibratedValue(0.75, "stock.json: 16.4 GB written and read in 43.8 s, one machine's disk")
 GATHER_GB_S: Final = CalibratedValue(253.0, "gather.json: what the first rank receives of a model that two hold")
 
@@ -76,7 +75,7 @@ JOIN_S: Final = CalibratedValue(
 JOIN_TENSOR_S: Final = CalibratedValue(
     14.5e-6, "joiner.json: layout, plan and what to expect of 9,435 tensors, by one worker"
 )
-GPU_GB: Final = CalibratedValue(288.0, "not measured: the memory of a B300", measured=False)
+GPU_GB: Final = CalibratedValue(288.0, "not measured: the memory of a B300")
 BARRIER_ENGINE_S: Final = CalibratedValue(
     0.035e-3, "control.json: 2,048 agents resumed in 72 ms, on two cores that ran them, too"
 )
@@ -185,8 +184,8 @@ def round_cost(fleet: FleetSpec, placement: Placement, waves: Sequence[Wave], vo
         engines - max(wave.engines for wave in waves),
         max(cost.pause_s for cost in waves_costs),
         max(buffered) if len(buffered) == len(waves_costs) else None,
-        max(waves_costs, key=lambda cost: sum(step.seconds for step in cost.steps)).loads,
-        max(wave.engine_bytes for wave in waves) / _GB,
+        max(waves_costs, key=lambda cost: cost.total_s).loads,
+        max(cost.kept_gigabytes for cost in waves_costs),
     )
 
 
@@ -199,17 +198,8 @@ def joining_s(fleet: FleetSpec, wave: Wave, volume: RoundVolume) -> float:
     return alone + JOIN_S.value + volume.tensors * JOIN_TENSOR_S.value
 
 
-@dataclass(frozen=True)
-class _WaveCost:
+def _wave_cost(links: Links, wave: Wave, volume: RoundVolume, *, first: bool) -> RoundCost:
     """Cost of one wave, from its offer until it serves."""
-
-    steps: tuple[StepCost, ...]
-    pause_s: float
-    double_buffered_pause_s: float | None
-    loads: tuple[LinkLoad, ...]
-
-
-def _wave_cost(links: Links, wave: Wave, volume: RoundVolume, *, first: bool) -> _WaveCost:
     barrier = BARRIER_ENGINE_S.value * wave.engines
     groups = wave.placement.groups
     whole = [group for group in groups if not group.transport.sends_shards]
@@ -234,7 +224,9 @@ def _wave_cost(links: Links, wave: Wave, volume: RoundVolume, *, first: bool) ->
     swap = wave.engine_bytes / rate(links.device, DEVICE_GB_S)
     by_sends = all(group.transport is ForecastTransport.SENDS for group in groups)
     ordered = tuple(sorted((*loads, *by_root), key=lambda load: -load.seconds))
-    return _WaveCost(steps, pause, pause - moved + swap if by_sends else None, ordered)
+    buffered = pause - moved + swap if by_sends else None
+    total_s = sum(step.seconds for step in steps)
+    return RoundCost(steps, total_s, 1, 0, pause, buffered, ordered, wave.engine_bytes / _GB)
 
 
 def _digest(volume: RoundVolume, placement: Placement, *, assembled: bool) -> float:
@@ -242,11 +234,7 @@ def _digest(volume: RoundVolume, placement: Placement, *, assembled: bool) -> fl
     if assembled:
         gathered = volume.near_gather / rate(None, GATHER_GB_S)
         return gathered + volume.buckets / volume.roots * DIGEST_BUCKET_S.value
-    beside = [
-        each.engines
-        for each in placement.groups
-        if any(gpu < placement.trainer.gpus for row in each.gpu for gpu in row)
-    ]
+    beside = [each.engines for each in placement.groups if min(each.gpus) < placement.trainer.gpus]
     speed = rate(None, DIGEST_BESIDE_GB_S if beside else DIGEST_GB_S)
     waits = DIGEST_BESIDE_TP_S.value if any(engines.tp > 1 for engines in beside) else 0.0
     return volume.digested / speed + volume.tensors * DIGEST_TENSOR_S.value + waits
@@ -307,15 +295,10 @@ def _whole(links: Links, placement: Placement, volume: RoundVolume, groups: list
     nic = rate(links.nic, NIC_GB_S)
     if volume.far_gather:
         yield load("gathering over the NIC into GPU", volume.far_gather, nic)
-    ways = {group.transport for group in groups}
-    if ForecastTransport.DISTRIBUTED in ways:
-        takers = [
-            gpu
-            for group in groups
-            if group.transport is ForecastTransport.DISTRIBUTED
-            for row in group.gpu
-            for gpu in row
-        ]
+    taken: dict[ForecastTransport, list[int]] = {}
+    for group in groups:
+        taken.setdefault(group.transport, []).extend(group.gpus)
+    if takers := taken.get(ForecastTransport.DISTRIBUTED):
         of_sources = {host[gpu] for gpu in range(0, placement.trainer.gpus, placement.trainer.gpus // volume.roots)}
         far = [gpu for gpu in takers if {host[gpu]} != of_sources]
         if far:
@@ -323,16 +306,10 @@ def _whole(links: Links, placement: Placement, volume: RoundVolume, groups: list
         else:
             nvlink = rate(links.nvlink, NVLINK_GB_S)
             yield load("broadcast over NVLink into GPU", volume.total, nvlink, takers[0])
-    if ForecastTransport.LOCAL in ways:
+    if ForecastTransport.LOCAL in taken:
         yield load("buckets read from GPU", volume.total, rate(links.device, DEVICE_GB_S))
-    if ForecastTransport.DISK in ways:
-        readers = {
-            host[gpu]
-            for group in groups
-            if group.transport is ForecastTransport.DISK
-            for row in group.gpu
-            for gpu in row
-        }
+    if ForecastTransport.DISK in taken:
+        readers = {host[gpu] for gpu in taken[ForecastTransport.DISK]}
         seconds = (1 + len(readers)) * volume.total / rate(links.storage, STORAGE_GB_S)
         yield LinkLoad("storage", f"{len(readers)} hosts read", (1 + len(readers)) * total, total, seconds)
 

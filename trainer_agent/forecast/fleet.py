@@ -141,6 +141,11 @@ class PlacedEngines(msgspec.Struct, frozen=True):
     gpu: tuple[tuple[int, ...], ...]
     """GPU number of each worker: (engines, tp)."""
 
+    @property
+    def gpus(self) -> list[int]:
+        """GPU numbers of all workers."""
+        return [gpu for row in self.gpu for gpu in row]
+
 
 class Placement(msgspec.Struct, frozen=True):
     """The GPUs of a fleet, with the engines on them."""

@@ -6,6 +6,7 @@ Layouts are computed once and reused for every fleet.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Final
 
 import msgspec
@@ -33,7 +34,7 @@ from .fleet import (
     place_engines,
     waves,
 )
-from .shards import EngineShards, Tensors, TrainerShards, engine_shards, trainer_shards
+from .shards import Tensors, engine_shards, trainer_shards
 from .traffic import Overlaps, Traffic, digested_bytes, gathered_bytes, overlaps, shard_traffic
 
 
@@ -42,11 +43,11 @@ class Forecast:
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
-        self._trainer: dict[TrainerSpec, TrainerShards] = {}
-        self._engine: dict[tuple[int, int], EngineShards] = {}
-        self._overlaps: dict[tuple[TrainerSpec, int, int], Overlaps] = {}
+        self._trainer_shards = cache(partial(trainer_shards, tensors))
+        self._engine_shards = cache(partial(engine_shards, tensors))
+        self._overlaps = cache(self._find_overlaps)
+        self._engine_bytes = cache(self._find_engine_bytes)
         self._traffic: dict[tuple[TrainerSpec, PlacedEngines], tuple[Traffic, ...]] = {}
-        self._kept: dict[tuple[int, int], int] = {}
 
     def round(self, fleet: FleetSpec) -> RoundCost:
         """One steady round. Raises `FleetError` for a fleet that cannot be."""
@@ -78,7 +79,7 @@ class Forecast:
                 Traffic.join(
                     [parts[gpus] for group in each.groups if group.transport.sends_shards for gpus in group.gpu]
                 ),
-                max(self._engine_bytes(group.engines) for group in each.groups),
+                max(self._engine_bytes(group.engines.tp, group.engines.ep) for group in each.groups),
             )
             for each in waves(placement, fleet.max_paused)
         )
@@ -86,34 +87,17 @@ class Forecast:
     def _of(self, placement: Placement, group: PlacedEngines) -> tuple[Traffic, ...]:
         key = (placement.trainer, group)
         if key not in self._traffic:
-            found = self._overlap(placement.trainer, group.engines)
+            found = self._overlaps(placement.trainer, group.engines.tp, group.engines.ep)
             self._traffic[key] = shard_traffic(placement, group, self._trainer_shards(placement.trainer), found)
         return self._traffic[key]
 
-    def _trainer_shards(self, trainer: TrainerSpec) -> TrainerShards:
-        if trainer not in self._trainer:
-            self._trainer[trainer] = trainer_shards(self.tensors, trainer)
-        return self._trainer[trainer]
+    def _find_overlaps(self, trainer: TrainerSpec, tp: int, ep: int) -> Overlaps:
+        return overlaps(self.tensors, self._trainer_shards(trainer), self._engine_shards(tp, ep))
 
-    def _engine_shards(self, engines: Engines) -> EngineShards:
-        key = (engines.tp, engines.ep)
-        if key not in self._engine:
-            self._engine[key] = engine_shards(self.tensors, engines)
-        return self._engine[key]
-
-    def _overlap(self, trainer: TrainerSpec, engines: Engines) -> Overlaps:
-        key = (trainer, engines.tp, engines.ep)
-        if key not in self._overlaps:
-            self._overlaps[key] = overlaps(self.tensors, self._trainer_shards(trainer), self._engine_shards(engines))
-        return self._overlaps[key]
-
-    def _engine_bytes(self, engines: Engines) -> int:
-        key = (engines.tp, engines.ep)
-        if key not in self._kept:
-            needed = self._engine_shards(engines)
-            sizes = needed.boxes.sizes * self.tensors.item[needed.boxes.space]
-            self._kept[key] = int(np.bincount(needed.worker, weights=sizes).max())
-        return self._kept[key]
+    def _find_engine_bytes(self, tp: int, ep: int) -> int:
+        needed = self._engine_shards(tp, ep)
+        sizes = needed.boxes.sizes * self.tensors.item[needed.boxes.space]
+        return int(np.bincount(needed.worker, weights=sizes).max())
 
     def _volume(self, fleet: FleetSpec, placement: Placement) -> RoundVolume:
         held, trainer = self._trainer_shards(fleet.trainer), fleet.trainer

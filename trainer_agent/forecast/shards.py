@@ -12,7 +12,7 @@ left out: it is less than a thousandth of a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -35,7 +35,7 @@ from ..sources.megatron import (
     layer_mappings,
     shards_of,
 )
-from .fleet import Engines, FleetError, TrainerSpec
+from .fleet import FleetError, TrainerSpec
 
 MOST_TENSORS: Final = 1 << 20
 """Most tensors of a model. Each is looked at; the largest known model has a tenth of it."""
@@ -127,7 +127,7 @@ _MEGATRON_PADDING: Final = 128
 """Megatron's make_vocab_size_divisible_by."""
 
 Part = tuple[int, int, Box]
-"""A target's position in its block (of its expert), the share that holds it or -1 for every rank, and the box."""
+"""A target's position in its block (of its expert); its share or worker, -1 for every rank; and the box."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,18 +148,41 @@ def trainer_shards(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
     _check_cut(model, trainer.tp, trainer.ep, "")
 
     @cache
-    def parts(rules: tuple[MappingRule, ...], *, experts: bool) -> tuple[Part, ...]:
-        return tuple(_parts(model, rules, trainer.expert_tp if experts else trainer.tp, experts=experts))
+    def rows_of(rules: tuple[MappingRule, ...], *, experts: bool) -> Column:
+        return _rows(_parts(model, rules, trainer.expert_tp if experts else trainer.tp, experts=experts))
 
     tables: list[Column] = []
+    group = trainer.expert_tp * trainer.ep
     for block in tensors.blocks:
-        stage = _stage(block.depth, len(model.layers), trainer.pp) * trainer.stage
-        tables.append(_plain(parts(block.rules, experts=False), block, stage, trainer))
+        first = _stage(block.depth, len(model.layers), trainer.pp) * trainer.stage
+        rows = rows_of(block.rules, experts=False)
+        every = rows[:, 1] < 0
+        stride, count = np.where(every, 1, trainer.tp), trainer.stage // np.where(every, 1, trainer.tp)
+        base = first + np.maximum(rows[:, 1], 0)
+        tables.append(np.column_stack([block.first + rows[:, 0], base, stride, count, rows[:, 2:]]))
         if block.experts:
-            tables.append(_experts(parts(block.rules, experts=True), block, stage, trainer))
-    table = np.concatenate([each for each in tables if len(each)])
+            rows = _over_experts(rows_of(block.rules, experts=True), block, trainer.ep, trainer.expert_tp)
+            assert (rows[:, 1] >= 0).all(), "a part of an expert that no rule cuts"
+            holders = np.broadcast_to((group, trainer.stage // group), (len(rows), 2))
+            tables.append(np.column_stack([rows[:, 0], first + rows[:, 1], holders, rows[:, 2:]]))
+    table = np.concatenate(tables)
     boxes = Boxes(table[:, 0], table[:, 4 : 4 + AXES], table[:, 4 + AXES :])
     return TrainerShards(boxes, table[:, 1], table[:, 2], table[:, 3])
+
+
+def _rows(parts: Iterable[Part]) -> Column:
+    """(parts, 2 + 2 * AXES): target, share, and the box, padded to `AXES`."""
+    found = [(target, share, *_wide(box)) for target, share, box in parts]
+    return np.array(found, np.int64).reshape(len(found), 2 + 2 * AXES)
+
+
+def _over_experts(of_one: Column, block: Block, ep: int, width: int) -> Column:
+    """The rows of all experts, from those of one: expert e is on the e-th of `ep` shares, each of `width` holders."""
+    expert = np.repeat(np.arange(block.experts), len(of_one))
+    rows = np.tile(of_one, (block.experts, 1))
+    rows[:, 0] += block.first + block.plain + expert * block.each
+    rows[:, 1] += expert // (block.experts // ep) * width
+    return rows
 
 
 def _check_cut(model: HFModel, tp: int, ep: int, of: str) -> None:
@@ -178,28 +201,6 @@ def _stage(depth: int, layers: int, stages: int) -> int:
     edge = longer * (short + 1)
     index = min(depth, layers - 1)
     return index // (short + 1) if index < edge else longer + (index - edge) // short
-
-
-def _plain(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec) -> Column:
-    rows: list[tuple[int, ...]] = []
-    for target, share, box in parts:
-        holders = (stage, 1, trainer.stage) if share < 0 else (stage + share, trainer.tp, trainer.stage // trainer.tp)
-        rows.append((block.first + target, *holders, *_wide(box)))
-    return np.array(rows, np.int64).reshape(len(rows), 4 + 2 * AXES)
-
-
-def _experts(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec) -> Column:
-    """The boxes of all experts, from those of one: expert e is on the e-th share of the expert parallel ranks."""
-    width, group = trainer.expert_tp, trainer.expert_tp * trainer.ep
-    of_one = np.array([(target, share, *_wide(box)) for target, share, box in parts], np.int64)
-    if of_one.size and min(share for _, share, _ in parts) < 0:
-        raise FleetError(f"a part of an expert that etp = {width} does not cut: use etp = 1")
-    expert = np.repeat(np.arange(block.experts), len(parts))
-    rows = np.tile(of_one, (block.experts, 1))
-    base = stage + expert // (block.experts // trainer.ep) * width + rows[:, 1]
-    space = block.first + block.plain + expert * block.each + rows[:, 0]
-    stride = np.full(len(rows), group)
-    return np.column_stack([space, base, stride, np.full(len(rows), trainer.stage // group), rows[:, 2:]])
 
 
 def _numbered(rules: Sequence[MappingRule], *, experts: bool) -> Iterator[tuple[int, MappingRule]]:
@@ -260,39 +261,29 @@ class EngineShards:
     worker: Column
 
 
-def engine_shards(tensors: Tensors, engines: Engines) -> EngineShards:
+def engine_shards(tensors: Tensors, tp: int, ep: int) -> EngineShards:
     """The boxes of each worker. Raises `FleetError` for a layout that the engine could not be started with."""
     model = tensors.model
-    _check_cut(model, engines.tp, engines.ep, "engine ")
+    _check_cut(model, tp, ep, "engine ")
 
     @cache
-    def parts(rules: tuple[MappingRule, ...], *, experts: bool) -> Column:
-        found = _worker_parts(model, rules, engines.tp // engines.ep if experts else engines.tp, experts=experts)
-        rows = [(target, worker, *_wide(box)) for target, worker, box in found]
-        return np.array(rows, np.int64).reshape(len(rows), 2 + 2 * AXES)
+    def rows_of(rules: tuple[MappingRule, ...], *, experts: bool) -> Column:
+        return _rows(_worker_parts(model, rules, tp // ep if experts else tp, experts=experts))
 
     tables: list[Column] = []
     for block in tensors.blocks:
-        if not block.read:
-            continue
-        plain = parts(block.rules, experts=False).copy()
-        plain[:, 0] += block.first
-        tables.append(plain)
-        if block.experts:
-            of_one = parts(block.rules, experts=True)
-            expert = np.repeat(np.arange(block.experts), len(of_one))
-            rows = np.tile(of_one, (block.experts, 1))
-            rows[:, 0] += block.first + block.plain + expert * block.each
-            rows[:, 1] += expert // (block.experts // engines.ep) * (engines.tp // engines.ep)
-            tables.append(rows)
+        if block.read:
+            plain = rows_of(block.rules, experts=False).copy()
+            plain[:, 0] += block.first
+            tables.append(plain)
+            if block.experts:
+                tables.append(_over_experts(rows_of(block.rules, experts=True), block, ep, tp // ep))
     table = np.concatenate(tables)
     return EngineShards(Boxes(table[:, 0], table[:, 2 : 2 + AXES], table[:, 2 + AXES :]), table[:, 1])
 
 
-def _worker_parts(
-    model: HFModel, rules: Sequence[MappingRule], workers: int, *, experts: bool
-) -> Iterator[tuple[int, int, Box]]:
-    """The boxes of all workers of one engine, or of one expert's group: target, worker, box."""
+def _worker_parts(model: HFModel, rules: Sequence[MappingRule], workers: int, *, experts: bool) -> Iterator[Part]:
+    """The boxes of all workers of one engine, or of one expert's group."""
     for position, rule in _numbered(rules, experts=experts):
         for index, target in enumerate(rule.targets):
             spec = model.spec(target, "", "bfloat16", 0)

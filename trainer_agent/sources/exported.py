@@ -95,9 +95,10 @@ class ExportedSource(CollectiveSource):
             _, self._listing = on_all_ranks(self._ranks, lambda: self._describe(dtype))
         self.device: torch.device = device or self._listing.device
         """Device of the buckets."""
-        self._pass = _Pass((), self._listing)
+        self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._next = 0
         self._early: dict[str, torch.Tensor] = {}
+        """Tensors of the next bucket: a bucket's order differs a little from the exporter's."""
 
     def tensors(self) -> Sequence[TensorSpec]:
         """Tensors that are served, in the exporter's order."""
@@ -111,28 +112,31 @@ class ExportedSource(CollectiveSource):
         check_manifest(manifest, self._listing.tensors)
         self._check_root(out)
         if index != self._next or index == 0:
-            self._pass, self._early = _Pass(_guarded(self._export), self._listing), {}
-        wanted = dict(zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False))
-        by_name = {spec.name: (spec, at) for spec, at in wanted.items()}
-        missing = set(by_name)
-        for name in missing & self._early.keys():
-            missing.remove(name)
-            _place(by_name[name], self._early.pop(name), out)
+            self._pass, self._early = _compared(self._export, self._listing), {}
+        offsets = zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False)
+        missing = {spec.name: (spec, at) for spec, at in offsets}
+        for name in missing.keys() & self._early.keys():
+            _place(missing.pop(name), self._early.pop(name), out)
         while missing:
-            name, tensor = self._pass.following(missing)
+            found = next(self._pass, None)
+            if found is None:
+                raise LayoutMismatch(
+                    f"the exporter ended without {sorted(missing)[:5]}, which it exported before: {_ALIKE}"
+                )
+            name, tensor = found
             if name in missing:
-                missing.remove(name)
-                _place(by_name[name], tensor, out)
+                _place(missing.pop(name), tensor, out)
             elif out is not None:
-                self._early[name] = tensor  # of the next bucket: a bucket's order differs a little from the exporter's
+                self._early[name] = tensor
         self._next = index + 1
         if self._next == len(manifest.buckets):
-            self._pass.finish()
+            for _ in self._pass:  # to its end: last collectives included, and nothing may come that is not listed
+                pass
             self._next = 0
 
     def close(self) -> None:
         """Release the groups, and tensors of an unfinished pass. Collective."""
-        self._pass, self._early = _Pass((), self._listing), {}
+        self._pass, self._early = iter(()), {}
         super().close()
 
     def _describe(self, dtype: torch.dtype | None) -> tuple[RankLayout, _Listing]:
@@ -178,61 +182,37 @@ def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | N
     return _Listing(tuple(tensors), forms, device)
 
 
-class _Pass:
-    """One pass over the weights, compared with the first."""
+def _compared(export: Exporter, listing: _Listing) -> Iterator[tuple[str, torch.Tensor]]:
+    """One pass over the weights, compared with the first.
 
-    def __init__(self, exported: Iterable[tuple[str, torch.Tensor]], listing: _Listing) -> None:
-        self._exported = iter(exported)
-        self._listing = listing
-        self._seen: set[str] = set()
-
-    def following(self, missing: AbstractSet[str]) -> tuple[str, torch.Tensor]:
-        """The next tensor. Raises `LayoutMismatch` when there is none although `missing` are still to come."""
-        found = self._next()
-        if found is None:
-            raise LayoutMismatch(
-                f"the exporter ended without {sorted(missing)[:5]}, which it exported before: {_ALIKE}"
-            )
-        return found
-
-    def finish(self) -> None:
-        """Run the exporter to its end, last collectives included, and check that it yields nothing unlisted."""
-        while self._next() is not None:
-            pass
-
-    def _next(self) -> tuple[str, torch.Tensor] | None:
-        found = next(self._exported, None)
-        if found is not None:
-            self._check(*found)
-        return found
-
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
-        if name not in self._listing.exported:
-            raise LayoutMismatch(f"{name!r} was not exported before, and is now: {_ALIKE}")
-        if name in self._seen:
-            raise LayoutMismatch(f"{name!r} was exported twice in one pass: {_ALIKE}")
-        self._seen.add(name)
-        shape, dtype = self._listing.exported[name]
-        if tuple(tensor.shape) != shape:
-            raise LayoutMismatch(
-                f"{name!r} was exported with shape {shape}, and now with {tuple(tensor.shape)}: {_ALIKE}"
-            )
-        if tensor.dtype != dtype:
-            raise LayoutMismatch(f"{name!r} was exported as {dtype}, and now as {tensor.dtype}: {_ALIKE}")
-        if advice := unreadable_reason(tensor, rounded=False):
-            raise UnknownParameter(name, shape, str(dtype), advice)
-
-
-def _guarded(export: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
-    """One pass of `export`. Its errors become `AssemblyFailed`, because its collectives broke off with it."""
+    Errors of `export` become `AssemblyFailed`, because its collectives broke off with it.
+    """
+    seen: set[str] = set()
     try:
-        yield from export()
+        for name, tensor in export():
+            _check_alike(name, tensor, listing, seen)
+            seen.add(name)
+            yield name, tensor
     except SourceError:
         raise
     except Exception as error:
         raise AssemblyFailed(
             f"the exporter failed ({type(error).__name__}: {error}): find the rank that failed first"
         ) from error
+
+
+def _check_alike(name: str, tensor: torch.Tensor, listing: _Listing, seen: AbstractSet[str]) -> None:
+    if name not in listing.exported:
+        raise LayoutMismatch(f"{name!r} was not exported before, and is now: {_ALIKE}")
+    if name in seen:
+        raise LayoutMismatch(f"{name!r} was exported twice in one pass: {_ALIKE}")
+    shape, dtype = listing.exported[name]
+    if tuple(tensor.shape) != shape:
+        raise LayoutMismatch(f"{name!r} was exported with shape {shape}, and now with {tuple(tensor.shape)}: {_ALIKE}")
+    if tensor.dtype != dtype:
+        raise LayoutMismatch(f"{name!r} was exported as {dtype}, and now as {tensor.dtype}: {_ALIKE}")
+    if advice := unreadable_reason(tensor, rounded=False):
+        raise UnknownParameter(name, shape, str(dtype), advice)
 
 
 def _served(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
@@ -270,13 +250,10 @@ class FullTensorSource(CollectiveSource):
         self.model: str = model or architecture(module)
         """Architecture as the checkpoint's config names it."""
         with self._closing_when_refused():
-            _, (self._device, self._dtypes, self._tensors) = on_all_ranks(self._ranks, lambda: self._describe(dtype))
-        self._whole: dict[str, torch.Tensor] = {}
-
-    @property
-    def device(self) -> torch.device:
+            _, (device, self._dtypes, self._tensors) = on_all_ranks(self._ranks, lambda: self._describe(dtype))
+        self.device: torch.device = device
         """Device of the buckets."""
-        return self._device
+        self._whole: dict[str, torch.Tensor] = {}
 
     @property
     def head_dim(self) -> int | None:
@@ -295,9 +272,8 @@ class FullTensorSource(CollectiveSource):
             self._gather()
         if out is None:
             return
-        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-            target = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
-            target.copy_(self._whole[spec.name])
+        for where in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+            _place(where, self._whole[where[0].name], out)
         if index == len(manifest.buckets) - 1:
             self._whole = {}
 
@@ -326,13 +302,9 @@ class FullTensorSource(CollectiveSource):
         whole: dict[str, torch.Tensor] = {}
         for name, tensor in stored_tensors(self._module).items():
             try:
-                full = _whole(tensor)
+                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
                 raise AssemblyFailed(f"{name!r} could not be gathered ({error}): find the rank that failed") from error
             if self.root:
                 whole[name] = full.to("cpu", DTYPES[self._dtypes[name]], copy=True)
         self._whole = revert(self._module, whole) if self.root else {}
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

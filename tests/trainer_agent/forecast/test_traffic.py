@@ -98,7 +98,7 @@ def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
         places = tuple(ExportedTensor(0, end) for end in ends[:-1])
         exports.append(ExportMap(rank, f"{placement.host[rank]}", (Region(max(ends[-1], 1), f"GPU-{rank}"),), places))
     group = placement.groups[0]
-    needed = engine_shards(tensors, group.engines)
+    needed = engine_shards(tensors, group.engines.tp, group.engines.ep)
     found: Counter[tuple[int, int]] = Counter()
     for gpus in group.gpu:
         for worker, gpu in enumerate(gpus):
@@ -145,7 +145,7 @@ def test_the_parts_make_up_the_model(name: str) -> None:
     held = trainer_shards(tensors, TrainerSpec(4, tp=2, pp=2, ep=experts, etp=1))
     whole = [int(np.prod(spec.shape)) for spec in tensors.specs]
     assert volumes(held.boxes, len(whole)).tolist() == whole
-    kept = volumes(engine_shards(tensors, Engines(tp=2, ep=experts)).boxes, len(whole))
+    kept = volumes(engine_shards(tensors, 2, experts).boxes, len(whole))
     read = [n for block in tensors.blocks if block.read for n in range(block.first, end_of(block))]
     assert all(kept[number] >= whole[number] for number in read)
     assert sum(kept.tolist()) == sum(kept[number] for number in read)

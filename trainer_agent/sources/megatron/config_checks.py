@@ -11,10 +11,9 @@ of the model and no field of a TransformerConfig.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, cast
 
-import msgspec
 from msgspec import UNSET
 
 from ...source import LayoutMismatch, UnsupportedModel
@@ -24,34 +23,29 @@ USUAL_DIVISOR: Final = 128
 """Megatron's own default of ``make_vocab_size_divisible_by``."""
 
 
-class _Expectation(msgspec.Struct, frozen=True):
-    """A field of the trained model's config, the value it must have, and why."""
+Expectation = tuple[str, object, str]
+"""A field of the trained model's config, the value it must have, and why."""
 
-    field: str
-    expected: object
-    why: str
-
-
-_ALWAYS: Final = (
-    _Expectation("gated_linear_unit", True, "the served families have gated MLPs"),
-    _Expectation("normalization", "RMSNorm", "the served families have RMSNorm"),
-    _Expectation("qk_l2_norm", False, "the served families have RMSNorm, if any, on q and k"),
-    _Expectation("moe_single_grouped_weight", False, "experts are read one by one"),
-    _Expectation("moe_mlp_glu_interleave_size", None, "gate and up are read as two halves, not as blocks in turn"),
-    _Expectation("moe_shared_expert_glu_interleave_size", None, "gate and up are read as two halves, not in turn"),
-    _Expectation("glu_linear_offset", 0.0, "the served families add nothing to what is gated"),
-    _Expectation("softmax_type", "vanilla", "the served families have no attention sinks"),
-    _Expectation("apply_residual_connection_post_layernorm", False, "the served families add what was not normed"),
-    _Expectation("moe_apply_probs_on_input", False, "the served families weigh what experts give, not what they get"),
-    _Expectation("moe_router_force_load_balancing", False, "experts would be chosen at random, for measuring only"),
-    _Expectation("moe_router_force_biased", None, "experts would be chosen at random, for measuring only"),
-    _Expectation("dsa_indexer_scoring_relu", True, "the served family's indexer cuts scores at zero"),
-    _Expectation("moe_latent_size", None, "experts of a latent size are not served"),
-    _Expectation("use_mup", False, "the served families have no width multipliers"),
-    _Expectation("gtp_weight_remat_size", 1, "weights cut along this further axis are not read yet"),
-    _Expectation("gtp_remat_size", 1, "weights cut along this further axis are not read yet"),
-    _Expectation("expert_gtp_weight_remat_size", 1, "weights cut along this further axis are not read yet"),
-    _Expectation("expert_gtp_remat_size", 1, "weights cut along this further axis are not read yet"),
+_ALWAYS: Final[tuple[Expectation, ...]] = (
+    ("gated_linear_unit", True, "the served families have gated MLPs"),
+    ("normalization", "RMSNorm", "the served families have RMSNorm"),
+    ("qk_l2_norm", False, "the served families have RMSNorm, if any, on q and k"),
+    ("moe_single_grouped_weight", False, "experts are read one by one"),
+    ("moe_mlp_glu_interleave_size", None, "gate and up are read as two halves, not as blocks in turn"),
+    ("moe_shared_expert_glu_interleave_size", None, "gate and up are read as two halves, not in turn"),
+    ("glu_linear_offset", 0.0, "the served families add nothing to what is gated"),
+    ("softmax_type", "vanilla", "the served families have no attention sinks"),
+    ("apply_residual_connection_post_layernorm", False, "the served families add what was not normed"),
+    ("moe_apply_probs_on_input", False, "the served families weigh what experts give, not what they get"),
+    ("moe_router_force_load_balancing", False, "experts would be chosen at random, for measuring only"),
+    ("moe_router_force_biased", None, "experts would be chosen at random, for measuring only"),
+    ("dsa_indexer_scoring_relu", True, "the served family's indexer cuts scores at zero"),
+    ("moe_latent_size", None, "experts of a latent size are not served"),
+    ("use_mup", False, "the served families have no width multipliers"),
+    ("gtp_weight_remat_size", 1, "weights cut along this further axis are not read yet"),
+    ("gtp_remat_size", 1, "weights cut along this further axis are not read yet"),
+    ("expert_gtp_weight_remat_size", 1, "weights cut along this further axis are not read yet"),
+    ("expert_gtp_remat_size", 1, "weights cut along this further axis are not read yet"),
 )
 
 _SIZES: Final = {
@@ -81,11 +75,11 @@ _DELTA: Final = {
 
 def check_config(config: object, model: HFModel) -> None:
     """Raise unless `config`, a TransformerConfig, describes `model`: `UnsupportedModel` or `LayoutMismatch`."""
-    for wanted in (*_ALWAYS, *_expected_structure(model)):
-        found = getattr(config, wanted.field, wanted.expected)
-        if (found or None) != (wanted.expected or None):
+    for field, expected, why in (*_ALWAYS, *_expected_structure(model)):
+        found = getattr(config, field, expected)
+        if (found or None) != (expected or None):
             raise UnsupportedModel(
-                f"the trained model has {wanted.field}={found!r}, {wanted.expected!r} is expected: {wanted.why}; "
+                f"the trained model has {field}={found!r}, {expected!r} is expected: {why}; "
                 f"train with what is expected, or serve another model"
             )
     activation = getattr(getattr(config, "activation_func", None), "__name__", "silu")
@@ -98,7 +92,10 @@ def check_config(config: object, model: HFModel) -> None:
                 f"the trained model has {field}={found!r}, the Hugging Face config gives {expected!r}: "
                 f"build the source with the config of the model that is being trained"
             )
-    for setting, found, meaning, expected in differences(config, model):
+    for setting, meaning, expected in compute_settings(config, model):
+        if not hasattr(config, setting) or expected is UNSET or _same(meaning, expected):
+            continue
+        found = getattr(config, setting)
         amounts = "" if meaning == found else f", which amounts to {meaning!r}"
         raise LayoutMismatch(
             f"the trained model has {setting}={found!r}{amounts}; the Hugging Face config gives {expected!r}: train "
@@ -125,16 +122,16 @@ def check_axes(sizes: Mapping[str, int]) -> None:
             )
 
 
-def _expected_structure(model: HFModel) -> tuple[_Expectation, ...]:
+def _expected_structure(model: HFModel) -> tuple[Expectation, ...]:
     family = model.family
     latent, variant = "kv_lora" in model.sizes, family.variant
     return (
-        _Expectation("multi_latent_attention", latent, "attention is not of the served family's kind"),
-        _Expectation("experimental_attention_variant", variant, "attention is not of the served family's kind"),
-        _Expectation("attention_output_gate", "output_gate" in model.switches, "the served family decides on gates"),
-        _Expectation("moe_shared_expert_gate", "shared_expert_gate" in model.switches, "the served family has it so"),
-        _Expectation("rotary_interleaved", family.rotates_pairs, "the served family rotates otherwise"),
-        _Expectation("activation_func_clamp_value", None, "the served families clamp nothing"),
+        ("multi_latent_attention", latent, "attention is not of the served family's kind"),
+        ("experimental_attention_variant", variant, "attention is not of the served family's kind"),
+        ("attention_output_gate", "output_gate" in model.switches, "the served family decides on gates"),
+        ("moe_shared_expert_gate", "shared_expert_gate" in model.switches, "the served family has it so"),
+        ("rotary_interleaved", family.rotates_pairs, "the served family rotates otherwise"),
+        ("activation_func_clamp_value", None, "the served families clamp nothing"),
     )
 
 
@@ -187,45 +184,24 @@ def _largest_divisor(rows: int) -> int:
     return next(number for number in range(min(USUAL_DIVISOR, rows), 0, -1) if rows % number == 0)
 
 
-class ComputeSetting(NamedTuple):
-    """A field of a TransformerConfig, and how its value compares with the Hugging Face config."""
-
-    field: str
-    meaning: Callable[[object, HFModel], object]
-    """Meaning of the field's value. Several values may mean the same: scaled by 1 is not scaled."""
-    expected: Callable[[HFModel], object]
-    """Meaning that the Hugging Face config asks for; UNSET where it names none."""
+Setting = tuple[str, object, object]
+"""A field of a TransformerConfig, what its value means, and what the Hugging Face config asks for: UNSET where it names
+nothing. Several values may mean the same: scaled by 1 is not scaled."""
 
 
-class SettingDifference(NamedTuple):
-    """A setting of the trained model that differs from the Hugging Face config."""
+def compute_settings(config: object, model: HFModel) -> Iterator[Setting]:
+    """Settings of `config`, a TransformerConfig, that may make another function of the same weights.
 
-    field: str
-    found: object
-    meaning: object
-    expected: object
-
-
-def differences(config: object, model: HFModel) -> Iterator[SettingDifference]:
-    """Settings of `config`, a TransformerConfig, that make another function of the same weights."""
-    for setting in settings_of(model):
-        if not hasattr(config, setting.field):
-            continue
-        expected = setting.expected(model)
-        meaning = setting.meaning(config, model)
-        if expected is not UNSET and not _same(meaning, expected):
-            yield SettingDifference(setting.field, getattr(config, setting.field), meaning, expected)
-
-
-def settings_of(model: HFModel) -> tuple[ComputeSetting, ...]:
-    """Settings that affect `model`: a dense model has no router, whatever its config says of one."""
-    latent = "kv_lora" in model.sizes
-    return (
-        *ATTENTION_SETTINGS,
-        *(LATENT_ATTENTION_SETTINGS if latent else GROUPED_ATTENTION_SETTINGS),
-        *(ROUTING_SETTINGS if model.family.experts else ()),
-        *(INDEXER_SETTINGS if model.family.variant == "dsa" else ()),
-    )
+    Those that affect `model`: a dense model has no router, whatever its config says of one.
+    """
+    yield from _attention(config, model)
+    if "kv_lora" in model.sizes:
+        yield from _latent_rotation(config, model)
+    if model.family.experts:
+        yield from _routing(config, model)
+    if model.family.variant == "dsa":
+        for field, key, default in _INDEXER:
+            yield field, getattr(config, field, None), model.compute_settings.get(key, default)
 
 
 def _same(found: object, expected: object) -> bool:
@@ -234,78 +210,37 @@ def _same(found: object, expected: object) -> bool:
     return found == expected
 
 
-def _as_is(field: str) -> Callable[[object, HFModel], object]:
-    return lambda config, _: getattr(config, field)
-
-
-def _setting(key: str, default: object = UNSET) -> Callable[[HFModel], object]:
-    return lambda model: model.compute_settings.get(key, default)
-
-
-def _is(value: object) -> Callable[[HFModel], object]:
-    return lambda _: value
-
-
-def _window(config: object, _: HFModel) -> object:
-    """Tokens that attention looks back; None for no limit, which is -1 in Megatron."""
+def _attention(config: object, model: HFModel) -> Iterator[Setting]:
     window: object = getattr(config, "window_size", None)
     back: object = cast("Sequence[object]", window)[0] if isinstance(window, (tuple, list)) else window
-    return None if back == -1 else back
-
-
-def _no_window(model: HFModel) -> object:
-    """No window; UNSET for a config that has one, because servers honor windows in different ways."""
-    return UNSET if model.compute_settings.get("use_sliding_window") else None
-
-
-def _unrotated(config: object, _: HFModel) -> object:
-    """True where any layer is not rotated: Megatron keeps a list, with a true value for each such layer."""
+    # -1 is no limit in Megatron. A window that servers have is not compared: they honor it in different ways.
+    limited = model.compute_settings.get("use_sliding_window")
+    yield "window_size", None if back == -1 else back, UNSET if limited else None
+    # Megatron keeps a list, with a true value for each layer that is not rotated.
     frequency: object = getattr(config, "no_rope_freq", None)
     layers = cast("Sequence[object]", frequency) if isinstance(frequency, (tuple, list)) else [frequency]
-    return any(layers)
+    yield "no_rope_freq", any(layers), False
+    if "kv_lora" not in model.sizes:
+        plain, scale = model.sizes["head_dim"] ** -0.5, getattr(config, "softmax_scale", None)
+        yield "softmax_scale", plain if scale is None else scale, plain
 
 
-def _softmax_scale(config: object, model: HFModel) -> object:
-    scale: object = getattr(config, "softmax_scale", None)
-    return _plain_scale(model) if scale is None else scale
-
-
-def _plain_scale(model: HFModel) -> object:
-    return model.sizes["head_dim"] ** -0.5
-
-
-def _scores(model: HFModel) -> object:
-    return model.compute_settings.get("scoring_func", model.family.scores)
-
-
-def _all_scored(model: HFModel) -> object:
-    """Softmax over all experts, before the best are chosen, is what leaves their scores unnormalized."""
-    normalized = model.compute_settings.get("norm_topk_prob", UNSET)
-    return UNSET if normalized is UNSET or _scores(model) != "softmax" else not normalized
-
-
-def _scaled(config: object, _: HFModel) -> object:
-    return getattr(config, "moe_router_topk_scaling_factor", None) or 1.0
-
-
-def _limited(groups: object, chosen: object) -> object:
-    """Number of expert groups that are chosen from, of all; None where no group is left out."""
-    limits = isinstance(groups, int) and isinstance(chosen, int) and 0 < chosen < groups
-    return f"{chosen} of {groups}" if limits else None
-
-
-def _trained_limit(config: object, _: HFModel) -> object:
-    return _limited(getattr(config, "moe_router_num_groups", None), getattr(config, "moe_router_group_topk", None))
-
-
-def _served_limit(model: HFModel) -> object:
-    return _limited(model.compute_settings.get("n_group"), model.compute_settings.get("topk_group"))
-
-
-def _balancing(config: object, _: HFModel) -> object:
-    """Sinkhorn, the one kind of balancing that chooses other experts; None for all others."""
-    kinds: object = getattr(config, "moe_router_load_balancing_type", None)
-    return "sinkhorn" if kinds == "sinkhorn" or (isinstance(kinds, list) and "sinkhorn" in kinds) else None
+def _latent_rotation(config: object, model: HFModel) -> Iterator[Setting]:
+    served = model.compute_settings
+    kind = served.get("rope_type", served.get("type", "default"))
+    stretch = 1.0 if kind == "default" else served.get("factor", UNSET) if kind == "yarn" else UNSET
+    factor, whole, part = (getattr(config, key, None) for key in ("rotary_scaling_factor", "mscale", "mscale_all_dim"))
+    trained = (1.0 if factor is None else factor) if getattr(config, "rope_type", None) == "yarn" else 1.0
+    yield "rotary_base", getattr(config, "rotary_base", None), served.get("rope_theta", UNSET)
+    yield "rotary_scaling_factor", trained, stretch
+    wanted = _mscale(stretch, served.get("mscale", 1.0)), _mscale(stretch, served.get("mscale_all_dim", 0.0))
+    # Megatron scales the attention by it for any kind of rotation.
+    yield "mscale_all_dim", _mscale(factor, part), UNSET if stretch is UNSET else wanted[1]
+    magnitude = _mscale(trained, whole) / _mscale(trained, part)
+    yield "mscale", magnitude, UNSET if stretch is UNSET else wanted[0] / wanted[1]
+    if stretch not in {UNSET, 1.0}:
+        for field in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+            yield field, getattr(config, field, None), served.get(field, UNSET)
 
 
 def _mscale(factor: object, weight: object) -> float:
@@ -315,80 +250,37 @@ def _mscale(factor: object, weight: object) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def _stretch(config: object, _: HFModel) -> object:
-    return getattr(config, "rotary_scaling_factor", 1.0) if getattr(config, "rope_type", None) == "yarn" else 1.0
+def _routing(config: object, model: HFModel) -> Iterator[Setting]:
+    def trained(field: str) -> object:
+        return getattr(config, f"moe_router_{field}", None)
+
+    served = model.compute_settings
+    scores, normalized = served.get("scoring_func", model.family.scores), served.get("norm_topk_prob", UNSET)
+    yield "moe_router_topk", trained("topk"), served.get("num_experts_per_tok", UNSET)
+    yield "moe_router_score_function", trained("score_function"), scores
+    # Softmax over all experts, before the best are chosen, is what leaves their scores unnormalized.
+    all_scored = UNSET if normalized is UNSET or scores != "softmax" else not normalized
+    yield "moe_router_pre_softmax", trained("pre_softmax"), all_scored
+    scaled = trained("topk_scaling_factor") or 1.0
+    yield "moe_router_topk_scaling_factor", scaled, served.get("routed_scaling_factor", 1.0)
+    limit = _limited(served.get("n_group"), served.get("topk_group"))
+    yield "moe_router_group_topk", _limited(trained("num_groups"), trained("group_topk")), limit
+    # Sinkhorn is the one kind of balancing that chooses other experts.
+    kinds = trained("load_balancing_type")
+    sinkhorn = "sinkhorn" if kinds == "sinkhorn" or (isinstance(kinds, list) and "sinkhorn" in kinds) else None
+    yield "moe_router_load_balancing_type", sinkhorn, None
 
 
-def _served_stretch(model: HFModel) -> object:
-    kind = model.compute_settings.get("rope_type", model.compute_settings.get("type", "default"))
-    if kind == "default":
-        return 1.0
-    return model.compute_settings.get("factor", UNSET) if kind == "yarn" else UNSET
+def _limited(groups: object, chosen: object) -> object:
+    """Number of expert groups that are chosen from, of all; None where no group is left out."""
+    limits = isinstance(groups, int) and isinstance(chosen, int) and 0 < chosen < groups
+    return f"{chosen} of {groups}" if limits else None
 
 
-def _trained_scale(config: object, _: HFModel) -> object:
-    """Megatron scales the attention by it for any kind of rotation."""
-    return _mscale(getattr(config, "rotary_scaling_factor", None), getattr(config, "mscale_all_dim", None))
-
-
-def _served_scale(model: HFModel) -> object:
-    stretch = _served_stretch(model)
-    return UNSET if stretch is UNSET else _mscale(stretch, model.compute_settings.get("mscale_all_dim", 0.0))
-
-
-def _trained_magnitude(config: object, model: HFModel) -> object:
-    stretch = _stretch(config, model)
-    whole, part = (_mscale(stretch, getattr(config, field, None)) for field in ("mscale", "mscale_all_dim"))
-    return whole / part
-
-
-def _served_magnitude(model: HFModel) -> object:
-    stretch = _served_stretch(model)
-    if stretch is UNSET:
-        return UNSET
-    return _mscale(stretch, model.compute_settings.get("mscale", 1.0)) / _mscale(
-        stretch, model.compute_settings.get("mscale_all_dim", 0.0)
-    )
-
-
-def _yarn(field: str) -> ComputeSetting:
-    """A setting that has one name in both configs, and matters where the context is stretched."""
-
-    def expected(model: HFModel) -> object:
-        return model.compute_settings.get(field, UNSET) if _served_stretch(model) not in {UNSET, 1.0} else UNSET
-
-    return ComputeSetting(field, _as_is(field), expected)
-
-
-ATTENTION_SETTINGS: Final = (
-    ComputeSetting("window_size", _window, _no_window),
-    ComputeSetting("no_rope_freq", _unrotated, _is(value=False)),
+_INDEXER: Final[tuple[tuple[str, str, object], ...]] = (
+    ("dsa_indexer_topk", "index_topk", UNSET),
+    ("dsa_indexer_topk_freq", "index_topk_freq", 1),
+    ("dsa_indexer_skip_topk_offset", "index_skip_topk_offset", 0),
+    ("dsa_indexer_rope_interleaved", "indexer_rope_interleave", UNSET),
 )
-GROUPED_ATTENTION_SETTINGS: Final = (ComputeSetting("softmax_scale", _softmax_scale, _plain_scale),)
-LATENT_ATTENTION_SETTINGS: Final = (
-    ComputeSetting("rotary_base", _as_is("rotary_base"), _setting("rope_theta")),
-    ComputeSetting("rotary_scaling_factor", _stretch, _served_stretch),
-    ComputeSetting("mscale_all_dim", _trained_scale, _served_scale),
-    ComputeSetting("mscale", _trained_magnitude, _served_magnitude),
-    _yarn("original_max_position_embeddings"),
-    _yarn("beta_fast"),
-    _yarn("beta_slow"),
-)
-ROUTING_SETTINGS: Final = (
-    ComputeSetting("moe_router_topk", _as_is("moe_router_topk"), _setting("num_experts_per_tok")),
-    ComputeSetting("moe_router_score_function", _as_is("moe_router_score_function"), _scores),
-    ComputeSetting("moe_router_pre_softmax", _as_is("moe_router_pre_softmax"), _all_scored),
-    ComputeSetting("moe_router_topk_scaling_factor", _scaled, _setting("routed_scaling_factor", 1.0)),
-    ComputeSetting("moe_router_group_topk", _trained_limit, _served_limit),
-    ComputeSetting("moe_router_load_balancing_type", _balancing, _is(None)),
-)
-INDEXER_SETTINGS: Final = (
-    ComputeSetting("dsa_indexer_topk", _as_is("dsa_indexer_topk"), _setting("index_topk")),
-    ComputeSetting("dsa_indexer_topk_freq", _as_is("dsa_indexer_topk_freq"), _setting("index_topk_freq", 1)),
-    ComputeSetting(
-        "dsa_indexer_skip_topk_offset", _as_is("dsa_indexer_skip_topk_offset"), _setting("index_skip_topk_offset", 0)
-    ),
-    ComputeSetting(
-        "dsa_indexer_rope_interleaved", _as_is("dsa_indexer_rope_interleaved"), _setting("indexer_rope_interleave")
-    ),
-)
+"""Field of a TransformerConfig, key of the Hugging Face config, and its default."""
