@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
@@ -333,6 +333,7 @@ class ArchivedVersion:
     def __init__(self, checkpoint: Checkpoint, kept: SavedVersion) -> None:
         """Raises `BadCheckpoint` when the table describes other tensors."""
         self._checkpoint, self._kept = checkpoint, kept
+        self.model, self.config, self.tensors = checkpoint.model, checkpoint.config, checkpoint.tensors
         try:
             manifest = Manifest.decode(kept.blobs[kept.notes.manifest])
             table = DigestTable.decode(kept.blobs[kept.notes.table], manifest)
@@ -344,21 +345,6 @@ class ArchivedVersion:
         self._digests = {
             spec.name: table.tensors[at : at + DIGEST_BYTES] for spec, at in zip(manifest.tensors, starts, strict=True)
         }
-
-    @property
-    def model(self) -> str:
-        """Architecture that its config names."""
-        return self._checkpoint.model
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Its ``config.json``."""
-        return self._checkpoint.config
-
-    @property
-    def tensors(self) -> Sequence[TensorSpec]:
-        """Its tensors."""
-        return self._checkpoint.tensors
 
     def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
         """Pack tensors into `out`. Raises `CorruptCheckpoint` unless they are the committed ones."""

@@ -26,6 +26,7 @@ from weightbus.dataplane.transports.disk import DTYPES
 
 from ..machine import BadCheckpoint, UnfinishedCheckpoint
 from ..source import AssemblyFailed, LayoutMismatch
+from ..sources import CollectiveSource, SingleRank, head_dim_in
 from .watch_machine import Folder
 
 LATEST: Final = "latest_checkpointed_iteration.txt"
@@ -378,12 +379,16 @@ def _read_into(file: int, place: TensorPlace, memory: memoryview) -> None:
         done += count
 
 
-class CheckpointSource:
-    """The tensors of the checkpoint that was opened last. Satisfies `Source`."""
+class CheckpointSource(CollectiveSource):
+    """The tensors of the checkpoint that was opened last, on one process. Satisfies `Source`."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        super().__init__(SingleRank())
         self._checkpoint = checkpoint
-        self._device = device
+        self.model = checkpoint.model
+        """Architecture that the config names."""
+        self.device = device
+        """Device of the buckets."""
         self._scratch: torch.Tensor | None = None
 
     def open(self, checkpoint: Checkpoint) -> None:
@@ -399,28 +404,9 @@ class CheckpointSource:
         return checkpoint.model == self.model and tuple(checkpoint.tensors) == tuple(self.tensors())
 
     @property
-    def model(self) -> str:
-        """Architecture that the config names."""
-        return self._checkpoint.model
-
-    @property
-    def root(self) -> bool:
-        """True: there is one process."""
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the buckets."""
-        return self._device
-
-    @property
     def head_dim(self) -> int | None:
         """Elements of one attention head; None when the config does not tell."""
-        config = self._checkpoint.config
-        head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
-        if isinstance(head_dim, int):
-            return head_dim
-        return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+        return head_dim_in(self._checkpoint.config.get)
 
     def tensors(self) -> Sequence[TensorSpec]:
         """Tensors that are served, in the order of the files."""
@@ -437,12 +423,6 @@ class CheckpointSource:
             self._checkpoint.check()
         if host.device != out.device:
             out[:nbytes].copy_(host)
-
-    def agree(self, blob: bytes | None) -> bytes:
-        """Return `blob`: there is one process."""
-        if blob is None:
-            raise ValueError("the root gives what is agreed")
-        return blob
 
     def close(self) -> None:
         """Close the files."""

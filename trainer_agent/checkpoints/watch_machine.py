@@ -62,20 +62,18 @@ class Listed(msgspec.Struct, frozen=True):
     latest: int | None = None
 
 
-class Inspected(msgspec.Struct, frozen=True):
+class _Result(msgspec.Struct, frozen=True):
+    name: str
+    verdict: FolderResult
+    reason: str = ""
+
+
+class Inspected(_Result, frozen=True):
     """Result of `Inspect`."""
 
-    name: str
-    verdict: FolderResult
-    reason: str = ""
 
-
-class PublishEnded(msgspec.Struct, frozen=True):
+class PublishEnded(_Result, frozen=True):
     """Result of `PublishFolder`."""
-
-    name: str
-    verdict: FolderResult
-    reason: str = ""
 
 
 Event = Listed | Inspected | PublishEnded

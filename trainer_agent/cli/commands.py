@@ -6,9 +6,8 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
-import msgspec
 from msgspec import Meta
 from rich.console import Console
 
@@ -16,7 +15,6 @@ from weightbus.control.bus import check_keys
 from weightbus.control.cli import add_settings_flags, settings_from_args
 from weightbus.control.server import LogFormat, LogLevel, configure_logging
 
-from ..checkpoints import WatchLimits
 from ..settings import TrainerSettings, Wait, check_device
 
 ROLLBACK_SECTION: Final = "rollback"
@@ -45,11 +43,6 @@ class RollbackSettings(TrainerSettings, frozen=True, kw_only=True, forbid_unknow
         super().__post_init__()
         check_device(self.device)
         check_prefix(self.dcp_prefix, dcp=self.dcp)
-
-    def trainer(self) -> TrainerSettings:
-        """Settings of the trainer agent."""
-        names = (field.name for field in msgspec.structs.fields(TrainerSettings))
-        return TrainerSettings(**{name: getattr(self, name) for name in names})
 
 
 WATCH_SECTION: Final = "watch"
@@ -92,19 +85,6 @@ class WatchSettings(TrainerSettings, frozen=True, kw_only=True, forbid_unknown_f
         check_device(self.device)
         check_prefix(self.dcp_prefix, dcp=self.dcp)
 
-    def compiled(self) -> re.Pattern[str]:
-        """The pattern of folder names."""
-        return re.compile(self.pattern)
-
-    def watch_limits(self) -> WatchLimits:
-        """Time limits of the machine."""
-        return WatchLimits(settle_s=self.settle_s, stale_s=self.stale_s)
-
-    def trainer(self) -> TrainerSettings:
-        """Settings of the trainer agent."""
-        names = (field.name for field in msgspec.structs.fields(TrainerSettings))
-        return TrainerSettings(**{name: getattr(self, name) for name in names})
-
 
 def check_prefix(prefix: str, *, dcp: bool) -> None:
     """Raise `ValueError` for a DCP prefix while DCP folders are not read."""
@@ -141,6 +121,9 @@ def _stands_alone(part: str) -> bool:
     return "|" not in rest
 
 
+Given = TypeVar("Given", bound=TrainerSettings)
+
+
 class TrainerAgentCommand:
     """Publishes each finished checkpoint of a folder until SIGTERM or SIGINT."""
 
@@ -152,16 +135,14 @@ class TrainerAgentCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Watch, and finish what is being published before leaving."""
-        resolved = settings_from_args(WatchSettings, WATCH_SECTION, args)
-        if args.check_config:
-            Console(highlight=False).print(resolved.render(), markup=False)
-            _check_keys(resolved.value.trainer())
+        given = _settings(WatchSettings, WATCH_SECTION, args)
+        if given is None:
             return 0
         # Imported here: it brings torch, for which neither the list of commands nor a check of settings should wait.
         from .watcher import Watcher  # noqa: PLC0415
 
-        configure_logging(resolved.value.log_level.value, resolved.value.log_format.value)
-        watcher = Watcher(resolved.value)
+        configure_logging(given.log_level.value, given.log_format.value)
+        watcher = Watcher(given)
 
         def stop(_number: int, _frame: FrameType | None) -> None:
             watcher.stop()
@@ -185,14 +166,11 @@ class RollbackCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Go back, or say why not. The committed version itself is done already: exit code 0."""
-        resolved = settings_from_args(RollbackSettings, ROLLBACK_SECTION, args)
-        if args.check_config:
-            Console(highlight=False).print(resolved.render(), markup=False)
-            _check_keys(resolved.value.trainer())
+        given = _settings(RollbackSettings, ROLLBACK_SECTION, args)
+        if given is None:
             return 0
         from .rollback import roll_back  # noqa: PLC0415  # torch, as above
 
-        given = resolved.value
         configure_logging(given.log_level.value, given.log_format.value)
         report = roll_back(given, args.version)
         if report is None:
@@ -202,8 +180,15 @@ class RollbackCommand:
         return 0
 
 
-def _check_keys(given: TrainerSettings) -> None:
+def _settings(kind: type[Given], section: str, args: argparse.Namespace) -> Given | None:
+    """The settings; None after ``--check-config``, which prints and checks them."""
+    resolved = settings_from_args(kind, section, args)
+    given = resolved.value
+    if not args.check_config:
+        return given
+    Console(highlight=False).print(resolved.render(), markup=False)
     check_keys(given.coordinator, given.keys, given.name, insecure_loopback=given.insecure_loopback)
+    return None
 
 
 def _version(text: str) -> int:

@@ -95,7 +95,7 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
     kept = SavedVersion.read(folder)
     source = CheckpointSource(_opened(settings, folder, kept), device)
     try:
-        with TrainerAgent.connect(source, settings=settings.trainer()) as agent:
+        with TrainerAgent.connect(source, settings=settings) as agent:
             history = agent.history()
             verdict = may_roll_back(version, history)
             if verdict.answer is RollbackReply.YES and settings.checkpoint is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -38,6 +39,7 @@ from ..checkpoints import (
     PublishFolder,
     RejectFolder,
     Skip,
+    WatchLimits,
     WatchMachine,
     checkpoint_folder as folders,
     open_checkpoint,
@@ -70,7 +72,7 @@ class Watcher:
         self.settings = settings
         self._device = staging_device(settings.device)
         self.metrics = Metrics(MetricSource.TRAINER)
-        self._machine = WatchMachine(settings.watch_limits())
+        self._machine = WatchMachine(WatchLimits(settle_s=settings.settle_s, stale_s=settings.stale_s))
         self._stopping = threading.Event()
         self._checkpoint: Checkpoint | None = None
         self._source: CheckpointSource | None = None
@@ -114,7 +116,7 @@ class Watcher:
     def _listed(self) -> Listed | None:
         settings = self.settings
         try:
-            found = tuple(folders.listing(settings.watch, settings.subfolder, settings.compiled()))
+            found = tuple(folders.listing(settings.watch, settings.subfolder, re.compile(settings.pattern)))
             return Listed(found, folders.latest(settings.watch))
         except (OSError, BadCheckpoint) as error:
             # Nothing is published while it is not known how far the trainer is; what is the matter may be mended.
@@ -208,7 +210,7 @@ class Watcher:
         self._disconnect()
         self._checkpoint = checkpoint
         self._source = CheckpointSource(checkpoint, self._device)
-        self._agent = TrainerAgent.connect(self._source, settings=self.settings.trainer())
+        self._agent = TrainerAgent.connect(self._source, settings=self.settings)
         return self._agent
 
     def _disconnect(self) -> None:

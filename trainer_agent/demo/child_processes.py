@@ -16,9 +16,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Final, NamedTuple, Self
 
 import msgspec
@@ -44,13 +44,12 @@ class ProgramEnded(Exception):
         super().__init__(f"{name} {how}; its log is {log}")
 
 
-class Program:
+class Program(NamedTuple):
     """One running program."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.name = name
-        self.process = process
-        self.log = log
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
 
 
 class Programs:
@@ -116,7 +115,7 @@ class Programs:
 
     def end(self) -> None:
         """End every group and wait until nothing of it is left. A second interrupt cannot stop this half-way."""
-        with _uninterrupted():
+        with handling_signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             groups = [program.process.pid for program in reversed(self._running)]
             for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
                 for group in groups:
@@ -156,15 +155,14 @@ def _living_groups() -> set[int]:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Generator[None]:
-    before = {
-        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+def handling_signals(handler: Callable[[int, FrameType | None], None] | int, *numbers: int) -> Generator[None]:
+    """Handle these signals with `handler` in the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 _HOLDER: Final = ["unshare", "--net", "--mount", "sleep", "infinity"]

@@ -5,17 +5,16 @@ Programs are started by their commands: the trainer's side imports nothing of th
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 import httpx
 import msgspec
@@ -25,7 +24,7 @@ from weightbus.control.protocol import AgentId, Channel, Role, TransportKind
 from weightbus.control.terminal_text import terminal_safe
 
 from . import toy_task as task
-from .child_processes import EngineHost, Program, ProgramEnded, Programs, choose_ports, second_host
+from .child_processes import EngineHost, Program, ProgramEnded, Programs, choose_ports, handling_signals, second_host
 from .commands import CHANNEL, ENGINES, RANKS, DemoSettings, RankArguments, Sync
 from .round_records import DemoRound, Follower, ProgressView, RoundVerdict, compare, verdict
 from .toy_task import policy_of
@@ -199,12 +198,9 @@ class DemoRun:
 
         def answered() -> bool:
             nonlocal answer
-            if not answer.done():
-                return False
-            if not answer.result():
+            if answer.done() and not answer.result():
                 answer = asking.submit(_answers, url)
-                return False
-            return True
+            return answer.done() and answer.result()
 
         try:
             self._poll(answered, deadline_s, url)
@@ -263,7 +259,7 @@ def run(settings: DemoSettings) -> int:
         (folder / name).mkdir(mode=0o700)
     good = False
     try:
-        with _ending_on_signals(), Programs(folder / "logs") as programs:
+        with handling_signals(_unwind, signal.SIGTERM, signal.SIGHUP), Programs(folder / "logs") as programs:
             good = DemoRun(settings, folder, programs, view).run()
     except ProgramEnded as ended:
         view.say(f"the end of {ended.log}:\n{ended.tail}")
@@ -285,16 +281,6 @@ def run(settings: DemoSettings) -> int:
     return 0 if good else 1
 
 
-@contextlib.contextmanager
-def _ending_on_signals() -> Generator[None]:
-    """SIGTERM and SIGHUP end the demo as Ctrl-C does: by unwinding, so that everything it started ends too."""
-
-    def unwind(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _unwind(_number: int, _frame: FrameType | None) -> NoReturn:
+    """End the demo as Ctrl-C does: by unwinding, so that everything it started ends too."""
+    raise KeyboardInterrupt

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .checkpoint_conversion import slices as slices, stored_tensors as stored_tensors
+    from .checkpoint_conversion import head_dim_in as head_dim_in, slices as slices, stored_tensors as stored_tensors
+    from .collective_source import CollectiveSource as CollectiveSource, SingleRank as SingleRank
     from .exported import (
         ExportedSource as ExportedSource,
         FullTensorSource as FullTensorSource,

@@ -27,7 +27,6 @@ from .tensor_slices import Axis, Slice
 
 _WRAPPERS: Final = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 """What torch.compile, activation checkpointing and the like put into names."""
-_HEADS: Final = "num_attention_heads"
 _HEAD: Final = "lm_head.weight"
 
 
@@ -50,22 +49,23 @@ def architecture(module: nn.Module) -> str:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, DataParallel and torch.compile."""
-    while isinstance(inner := getattr(module, "_orig_mod", None) or _wrapped(module), nn.Module):
+    while True:
+        parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+        inner = getattr(module, "module" if parallel else "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
         module = inner
-    return module
-
-
-def _wrapped(module: nn.Module) -> nn.Module | None:
-    inner = getattr(module, "module", None)
-    return inner if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) else None
 
 
 def head_dim(module: nn.Module) -> int | None:
     """Elements of one attention head, where the module's config says so."""
     module = unwrapped(module)
-    if not isinstance(module, _HasConfig):
-        return None
-    wide, hidden, heads = (getattr(module.config, key, None) for key in ("head_dim", "hidden_size", _HEADS))
+    return head_dim_in(lambda key: getattr(module.config, key, None)) if isinstance(module, _HasConfig) else None
+
+
+def head_dim_in(config: Callable[[str], object]) -> int | None:
+    """Elements of one attention head by the fields of a config; None when they do not tell."""
+    wide, hidden, heads = (config(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
     if isinstance(wide, int):
         return wide
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None

@@ -491,10 +491,6 @@ class ShardedSource(CollectiveSource):
         """Tensors that are served, by the names and in the order of the checkpoint."""
         return self._local.tensors
 
-    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
-        """Pack bucket `index` into `out` on the root. Collective; see `Source.assemble`."""
-        self._assemble(manifest, index, out, None)
-
     @property
     def shards(self) -> Shards:
         """Every element once, as buckets are assembled from; `storage` is an index of `memory`."""
@@ -518,7 +514,10 @@ class ShardedSource(CollectiveSource):
         """Make the parameters readable. Raises a `SourceError` on every rank when one's were replaced. Collective."""
         check_on_all_ranks(self._ranks, self._local.identity.check)
 
-    def _assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None) -> None:
+    def assemble(
+        self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
+    ) -> None:
+        """Pack bucket `index` into `out` on its root. Collective; see `PipelineSource.assemble`."""
         self._check_root(out, 0 if roots is None else roots[index])
         nbytes = manifest.buckets[index].nbytes
         if out is not None and (out.dtype != torch.uint8 or out.numel() < nbytes or out.device != self.device):

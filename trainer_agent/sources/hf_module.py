@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
 
-from weightbus.dataplane.tensors import ITEM_BYTES, Shard, Shards, TensorSpec
+from weightbus.dataplane.tensors import ITEM_BYTES, Shards, TensorSpec
 
 from ..assembly import unreadable_reason
 from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_dtype, check_manifestable
@@ -34,7 +34,7 @@ from .collective_source import (
     distinct_shards,
     local_tensor,
 )
-from .tensor_slices import DTensorCut, LocalShard, Slice, runs_of, shards_of
+from .tensor_slices import DTensorCut, LocalShard, runs_of, shards_of
 
 
 class HFModuleSource(ShardedSource):
@@ -101,11 +101,12 @@ def describe_module(module: nn.Module, dtype: torch.dtype | None, rank: int, mod
     tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
     check_manifestable(tensors)
     locals_ = {name: _local_of(name, tensor, index) for index, (name, tensor) in enumerate(stored.items())}
+    held = (shard for each in form if (local := locals_[each.source]) for shard in shards_of(each, local))
     name = model or architecture(module)
     return RankShards(
         model=name,
         tensors=tensors,
-        shards=Shards.of(tensors, _shards(form, locals_), rank),
+        shards=Shards.of(tensors, held, rank),
         parameters=tuple(stored.values()),
         facts=lambda: {"model": name, **dict(_facts(stored, tensors))},
         identity=ParameterIdentity(lambda: stored_tensors(module)),
@@ -120,13 +121,6 @@ def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
         return tensors[0].device
     kind = str(sharded.device_mesh.device_type)
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _shards(form: Sequence[Slice], locals_: Mapping[str, LocalShard | None]) -> Iterator[Shard]:
-    for each in form:
-        local = locals_[each.source]
-        if local is not None:
-            yield from shards_of(each, local)
 
 
 def _local_of(name: str, tensor: torch.Tensor, storage: int) -> LocalShard | None:

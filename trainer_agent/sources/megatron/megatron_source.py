@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors import Manifest, Shard, Shards
+from weightbus.dataplane.tensors import Shard, Shards
 
 from ...assembly import unreadable_reason
 from ...source import LayoutMismatch, RanksDisagree, UnknownParameter, UnsupportedModel, check_dtype
@@ -98,12 +98,6 @@ class MegatronSource(ShardedSource):
         """First rank of the pipeline stage that each tensor is read from; see `PipelineSource.roots`."""
         return self._roots
 
-    def assemble(
-        self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
-    ) -> None:
-        """Pack bucket `index` into `out` on its root. Collective; see `PipelineSource.assemble`."""
-        self._assemble(manifest, index, out, roots)
-
     def _settle_parameters(self) -> None:
         """Check the parameters, then gather what the optimizer left to the next forward pass. Collective.
 
@@ -144,7 +138,7 @@ def describe_chunks(
         if found.rule.fusion is Fusion.VOCABULARY:
             rows_of_all = parameter.shape[0] * chunk.groups.tensor.ranks
             check_padding(found.name, rows_of_all, model.sizes["vocab"], chunk.groups.tensor.ranks, vocab_divisible_by)
-        rows.extend(_shards(chunk, found, _local(found.name, storage, parameter), served))
+        rows.extend(_shards(chunk, found, storage, parameter, served))
     groups = chunks[0].groups
     facts: dict[str, object] = {
         **msgspec.structs.asdict(model),
@@ -194,19 +188,17 @@ def _read(chunks: Sequence[ModelChunk]) -> dict[str, torch.Tensor]:
     }
 
 
-def _shards(chunk: ModelChunk, place: ParameterMatch, local: LocalParameter, dtype: str) -> list[Shard]:
+def _shards(
+    chunk: ModelChunk, place: ParameterMatch, storage: int, parameter: torch.Tensor, dtype: str
+) -> Iterator[Shard]:
     """Shards of Hugging Face tensors in one parameter of a chunk."""
-    model = chunk.model
-    targets = place.rule.targets
+    kept = str(parameter.dtype).removeprefix("torch.")
+    local = LocalParameter(place.name, storage, tuple(parameter.shape), tuple(parameter.stride()), kept)
+    model, targets = chunk.model, place.rule.targets
     specs = [model.spec(target, place.prefix, dtype, place.expert) for target in targets]
     shifts = [model.shift_of(target, zero_centred=chunk.zero_centred) for target in targets]
     share = chunk.groups.tensor if place.expert is None else chunk.groups.expert_tensor
-    return list(shards_of(place.rule, local, specs, shifts, heads=model.heads, share=share))
-
-
-def _local(name: str, storage: int, parameter: torch.Tensor) -> LocalParameter:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return LocalParameter(name, storage, tuple(parameter.shape), tuple(parameter.stride()), dtype)
+    return shards_of(place.rule, local, specs, shifts, heads=model.heads, share=share)
 
 
 def _served_dtype(wanted: torch.dtype | None, model: HFModel, parameters: Sequence[torch.Tensor]) -> str:
@@ -339,7 +331,8 @@ class ModelChunk:
                 f"train as many as are served, or none"
             )
         # Prediction layers that are not trained are not served: engines keep their own.
-        self._model = msgspec.structs.replace(model, predictions=predicted)
+        self.model = msgspec.structs.replace(model, predictions=predicted)
+        """The Hugging Face model, with as many prediction layers as are trained."""
         check_config(config, model)
         check_tied(bool(getattr(self._module, "share_embeddings_and_output_weights", False)), model)
         self._served_layers = self._layers(config)
@@ -348,11 +341,6 @@ class ModelChunk:
         self._buffers: set[str] = set()
         self._numbers = self._numbered("decoder")
         check_numbers(self._numbers)
-
-    @property
-    def model(self) -> HFModel:
-        """The Hugging Face model, with as many prediction layers as are trained."""
-        return self._model
 
     def stage(self, index: int) -> PipelineStage:
         """The chunk's layers. `index` is the chunk's position on its rank, used when the chunk has no `vp_stage`."""
@@ -386,24 +374,24 @@ class ModelChunk:
         yield from ((name, buffer) for name, buffer in self._module.named_buffers() if name in self._buffers)
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        tied = "tied" in self._model.switches
+        tied = "tied" in self.model.switches
         for name, parameter in self._module.named_parameters():
             if tied and name == _OUTPUT:
                 continue  # the last stage's duplicate of the embedding, kept equal by megatron's own all-reduce
             yield name, parameter
 
     def _find(self, name: str, tensor: torch.Tensor, detail: str) -> ParameterMatch:
-        found = match_parameter(name, self._model, self._layer, self._expert, self._prediction)
+        found = match_parameter(name, self.model, self._layer, self._expert, self._prediction)
         if found is None:
             shown = _with_layer(name, self._layer)
-            raise UnknownParameter(shown, tensor.shape, detail, advice_for(name, self._model))
+            raise UnknownParameter(shown, tensor.shape, detail, advice_for(name, self.model))
         return found
 
     def _check_left_out(self) -> None:
         """Raise `UnknownParameter` for one beside the language model that the family's table does not leave out."""
         if self._module is self._outer:
             return
-        family = self._model.family
+        family = self.model.family
         for name, parameter in self._outer.named_parameters():
             if not name.startswith((family.megatron_prefix, *family.left_out)):
                 advice = f"neither {family.megatron_prefix!r} nor left out by name ({', '.join(family.left_out)})"
@@ -415,7 +403,7 @@ class ModelChunk:
         Megatron itself keeps the copy of a later stage equal.
         """
         module = self._module
-        if "tied" not in self._model.switches or not getattr(module, "pre_process", True):
+        if "tied" not in self.model.switches or not getattr(module, "pre_process", True):
             return
         named = dict(module.named_parameters(remove_duplicate=False))
         first, output = named.get(_EMBEDDING), named.get(_OUTPUT)
@@ -429,7 +417,7 @@ class ModelChunk:
 
     def _expert(self, local: int) -> int:
         share = self.groups.expert
-        return share.rank * (self._model.sizes["experts"] // share.ranks) + local
+        return share.rank * (self.model.sizes["experts"] // share.ranks) + local
 
     def _layer(self, local: int) -> int:
         """Global index of a layer: names count from 0 in every chunk, `layer_number` from 1 over the model."""
@@ -458,12 +446,12 @@ class ModelChunk:
     def _layers(self, config: object) -> Callable[[int], int]:
         """The mapping from Megatron's layers to Hugging Face layers; two layers of a HybridModel make one."""
         pattern = getattr(self._module, "hybrid_layer_pattern", None)
-        trained, served = getattr(config, "num_layers", None), len(self._model.layers)
+        trained, served = getattr(config, "num_layers", None), len(self.model.layers)
         if pattern is None:
             _check_layers(trained, served)
             return lambda number: number
         _check_layers(trained, 2 * served)
-        _check_pattern(str(pattern), self._model)
+        _check_pattern(str(pattern), self.model)
         return lambda number: number // 2
 
 
