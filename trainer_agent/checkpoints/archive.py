@@ -247,7 +247,8 @@ class Saving:
         try:
             self._do(partial(self._finish, tuple(self._writes), version, notes, beside))
             self.settle()
-            self._require_answers()
+            if self._given_up:
+                raise TimeoutError(self._given_up)  # noqa: TRY301  reported below, as any other failure
             for write in self._writes:
                 write.result()
         except Exception as error:  # noqa: BLE001  the version is served, whatever the disk says; it is in the report
@@ -261,10 +262,6 @@ class Saving:
         """Remove the files of a version that was not committed."""
         self._do(self._writer.discard)
         self.settle()
-
-    def _require_answers(self) -> None:
-        if self._given_up:
-            raise TimeoutError(self._given_up)
 
     def _do(self, step: Callable[[], None]) -> None:
         """Submit a step behind the pending writes."""

@@ -168,7 +168,7 @@ class Actor:
                 reward=fmean(task.reward(each.output_ids) for each in batch.responses),
                 version=published.version if published else 0,
                 responses=len(batch.responses),
-                mismatched=sum(each.label not in wanted for each in batch.responses),
+                mismatched=sum(each.meta_info.get("weight_version") not in wanted for each in batch.responses),
                 mixed=len(spanning) - allowed,
                 spanning_versions=allowed,
                 token_lag=max(lineage.lag(current) or 0 for lineage in lineages),
@@ -238,12 +238,7 @@ class Response(msgspec.Struct, frozen=True):
 
     output_ids: list[int]
     meta_info: dict[str, object]
-    """``meta_info`` as SGLang wrote it, for `Lineage.of`."""
-
-    @property
-    def label(self) -> object:
-        """Label of the weights that wrote its last token."""
-        return self.meta_info.get("weight_version")
+    """``meta_info`` as SGLang wrote it, for `Lineage.of`; with the label of the last token's weights."""
 
 
 class RolloutClient:

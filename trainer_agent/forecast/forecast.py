@@ -20,7 +20,7 @@ from weightbus.control.protocol import TransportKind
 from weightbus.control.terminal_text import terminal_safe
 
 from . import cost_model
-from .cost_model import CalibratedValue, RoundCost, RoundVolume, StepCost, Wave, joining_s, rate, round_cost
+from .cost_model import CalibratedValue, RoundCost, RoundVolume, Wave, joining_s, rate, round_cost
 from .fleet import (
     EngineLocation,
     Engines,
@@ -337,12 +337,9 @@ def _steps(now: RoundCost) -> Table:
     table.add_column("seconds", justify="right")
     table.add_column("- serving, # paused" if now.waves == 1 else "- serving, # a wave is paused")
     for step in now.steps:
-        table.add_row(step.name, _seconds(step.seconds), _bar(step, now.total_s))
+        width = max(1, round(_BAR * step.seconds / now.total_s))
+        table.add_row(step.name, _seconds(step.seconds), ("#" if step.paused else "-") * width)
     return table
-
-
-def _bar(step: StepCost, total: float) -> str:
-    return ("#" if step.paused else "-") * max(1, round(_BAR * step.seconds / total))
 
 
 def _loads(now: RoundCost) -> Table:

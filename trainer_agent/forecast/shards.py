@@ -24,7 +24,6 @@ from weightbus.dataplane.tensors import ITEM_BYTES, Box, Boxes, Column, TensorSp
 from ..source import LayoutMismatch, UnsupportedModel
 from ..sources.megatron import (
     Fusion,
-    HeadCounts,
     HFModel,
     LocalParameter,
     MappingRule,
@@ -172,7 +171,10 @@ def trainer_shards(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
 
 def _rows(parts: Iterable[Part]) -> Column:
     """(parts, 2 + 2 * AXES): target, share, and the box, padded to `AXES`."""
-    found = [(target, share, *_wide(box)) for target, share, box in parts]
+    found: list[tuple[int, ...]] = []
+    for target, share, box in parts:
+        missing = AXES - len(box.start)
+        found.append((target, share, *box.start, *(0,) * missing, *box.stop, *(1,) * missing))
     return np.array(found, np.int64).reshape(len(found), 2 + 2 * AXES)
 
 
@@ -186,8 +188,8 @@ def _over_experts(of_one: Column, block: Block, ep: int, width: int) -> Column:
 
 
 def _check_cut(model: HFModel, tp: int, ep: int, of: str) -> None:
-    if model.heads.heads % tp:
-        raise FleetError(f"the model has {model.heads.heads} heads, {of}tp = {tp} does not divide them: change it")
+    if model.sizes["heads"] % tp:
+        raise FleetError(f"the model has {model.sizes['heads']} heads, {of}tp = {tp} does not divide them: change it")
     experts = model.sizes["experts"] if model.family.experts else 0
     if ep > 1 and (not experts or experts % ep):
         raise FleetError(f"the model has {experts} experts, {of}ep = {ep} does not divide them: change it")
@@ -239,14 +241,9 @@ def _parts_of(model: HFModel, rule: MappingRule, position: int, ranks: int, *, e
     for share in range(shares):
         local = LocalParameter(rule.megatron_names[0], 0, shape, contiguous_strides(shape), "bfloat16")
         for piece in shards_of(
-            rule, local, served, (0,) * len(served), heads=model.heads, share=ParallelRank(share, shares)
+            rule, local, served, (0,) * len(served), sizes=model.sizes, share=ParallelRank(share, shares)
         ):
             yield number[piece.tensor], -1 if _is_copied(rule) else share, piece.box
-
-
-def _wide(box: Box) -> tuple[int, ...]:
-    missing = AXES - len(box.start)
-    return (*box.start, *(0,) * missing, *box.stop, *(1,) * missing)
 
 
 _SGLANG_PADDING: Final = 64
@@ -294,19 +291,19 @@ def _worker_parts(model: HFModel, rules: Sequence[MappingRule], workers: int, *,
 
 def _boxes_of(model: HFModel, rule: MappingRule, index: int, spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
     """The boxes of one tensor on one worker."""
-    heads = model.heads
+    sizes = model.sizes
     if _is_copied(rule):
         yield Box.whole(spec.shape)
     elif rule.fusion is Fusion.VOCABULARY:
         yield from _vocabulary(spec, share)
-    elif rule.fusion in {Fusion.QKV, Fusion.GATED_QKV} and index and heads.groups < share.ranks:
-        if share.ranks % heads.groups:
-            raise FleetError(f"{heads.groups} KV heads for engine tp = {share.ranks}: it must be a multiple of them")
-        group = share.rank * heads.groups // share.ranks
-        yield _axis(spec, 0, group * heads.head_dim, (group + 1) * heads.head_dim)
+    elif rule.fusion in {Fusion.QKV, Fusion.GATED_QKV} and index and sizes["groups"] < share.ranks:
+        if share.ranks % sizes["groups"]:
+            raise FleetError(f"{sizes['groups']} KV heads for engine tp = {share.ranks}: it must be a multiple of them")
+        group = share.rank * sizes["groups"] // share.ranks
+        yield _axis(spec, 0, group * sizes["head_dim"], (group + 1) * sizes["head_dim"])
     else:
         axis = 1 if rule.cut is TensorCut.COLUMNS else 0
-        for begin, extent in _worker_sections(rule, spec.shape[axis], heads):
+        for begin, extent in _worker_sections(rule, spec.shape[axis], sizes):
             if extent % share.ranks:
                 raise FleetError(
                     f"{spec.name!r} {spec.shape} cannot be cut along axis {axis} for {share.ranks} workers: choose"
@@ -332,10 +329,10 @@ def _vocabulary(spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
         yield _axis(spec, 0, first, last)
 
 
-def _worker_sections(rule: MappingRule, extent: int, heads: HeadCounts) -> tuple[tuple[int, int], ...]:
+def _worker_sections(rule: MappingRule, extent: int, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
     """Begin and extent of each section that is cut by itself."""
     if rule.fusion is Fusion.DELTA_CONVOLUTION:
-        key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+        key, value = (sizes[f"delta_{each}s"] * sizes[f"delta_{each}_dim"] for each in ("key", "value"))
         return (0, key), (key, key), (2 * key, value)
     if rule.fusion is Fusion.GATED and len(rule.targets) == 1:
         return (0, extent // 2), (extent // 2, extent // 2)

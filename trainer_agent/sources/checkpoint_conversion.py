@@ -92,13 +92,15 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         if name not in ignored and isinstance(tensor, torch.Tensor):  # FP8 modules keep other things there
             named[name] = tensor
     _check_tied(module, named)
-    secondary = _tied_names(module)
+    secondary = set(cast("Iterable[str]", getattr(module, "all_tied_weights_keys", None) or ()))
     by_tensor: dict[int, str] = {}
     for name in sorted(named, key=lambda each: each in secondary):  # stable: the model's order, tied names last
         by_tensor.setdefault(id(named[name]), name)
     kept = set(by_tensor.values())
     dropped = named.keys() - kept
-    if _HEAD in dropped and isinstance(module, _HasConfig) and not _may_tie(module):
+    config = module.config if isinstance(module, _HasConfig) else None
+    # Several names for one tensor may be what the config, or the model by itself, means.
+    if _HEAD in dropped and getattr(config, "tie_word_embeddings", None) is False and not secondary:
         first = by_tensor[id(named[_HEAD])]
         raise LayoutMismatch(
             f"{_HEAD!r} and {first!r} are one tensor, and the config does not tie them, so that an engine wants both: "
@@ -107,14 +109,10 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named.items() if name in kept}
 
 
-def _tied_names(module: nn.Module) -> set[str]:
-    tied: object = getattr(module, "all_tied_weights_keys", None) or ()
-    return set(cast("Iterable[str]", tied))
-
-
 def _check_tied(module: nn.Module, named: Mapping[str, torch.Tensor]) -> None:
     tied: object = getattr(module, "all_tied_weights_keys", None)
-    if not isinstance(tied, Mapping) or not _says_tied(module):
+    config = module.config if isinstance(module, _HasConfig) else None
+    if not isinstance(tied, Mapping) or not getattr(config, "tie_word_embeddings", False):
         return
     for name, first in cast("Mapping[str, str]", tied).items():
         if name in named and first in named and named[name] is not named[first]:
@@ -122,15 +120,6 @@ def _check_tied(module: nn.Module, named: Mapping[str, torch.Tensor]) -> None:
                 f"the config ties {name!r} to {first!r}, the module holds two tensors: call tie_weights() before it is"
                 " sharded, and shard both in one group, or set tie_word_embeddings=False"
             )
-
-
-def _may_tie(module: nn.Module) -> bool:
-    """Whether several names for one tensor are what the config, or the model by itself, means."""
-    return getattr(module.config, "tie_word_embeddings", None) is not False or bool(_tied_names(module))
-
-
-def _says_tied(module: nn.Module) -> bool:
-    return isinstance(module, _HasConfig) and bool(getattr(module.config, "tie_word_embeddings", False))
 
 
 def slices(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> tuple[Slice, ...]:

@@ -338,9 +338,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return mine.device.type != "cuda" or _driver().mapped(mine.data_ptr())
 
 
-@cache
-def _driver() -> Driver:
-    return Driver()
+_driver = cache(Driver)
 
 
 class _Form(NamedTuple):
@@ -370,16 +368,10 @@ class CollectiveSource:
 
     def __init__(self, ranks: RankGroup | SingleRank) -> None:
         self._ranks = ranks
-
-    @property
-    def rank(self) -> int:
+        self.rank: int = ranks.rank
         """Rank of this process in the source's group."""
-        return self._ranks.rank
-
-    @property
-    def root(self) -> bool:
+        self.root = ranks.rank == 0
         """True on rank 0 of the group, which assembles the buckets."""
-        return self._ranks.rank == 0
 
     def agree(self, blob: bytes | None) -> bytes:
         """Hand rank 0's `blob` to every rank. Collective; see `Source.agree`."""
@@ -404,10 +396,8 @@ class CollectiveSource:
 
     def _check_root(self, out: torch.Tensor | None, root: int = 0) -> None:
         """Raise `ValueError` unless rank `root`, and no other rank, gives a buffer."""
-        if (out is not None) != (self._ranks.rank == root):
-            raise ValueError(
-                f"rank {self._ranks.rank}: rank {root} is the root of this bucket, and only the root gives a buffer"
-            )
+        if (out is not None) != (self.rank == root):
+            raise ValueError(f"rank {self.rank}: rank {root} is the root of this bucket, and it alone gives a buffer")
 
 
 class RankShards(msgspec.Struct, frozen=True, kw_only=True):
@@ -466,40 +456,24 @@ class ShardedSource(CollectiveSource):
             device: where buckets are.
             roots: further ranks that may assemble, beside rank 0.
         """
-        self._local, self._distinct, self._device = local, distinct, device
+        self._local = local
+        self.model = local.model
+        """Architecture as the checkpoint's config names it."""
+        self.device = device
+        """Device of the buckets."""
+        self.head_dim = local.head_dim
+        """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
+        self.shards = distinct
+        """Every element once, as buckets are assembled from; `storage` is an index of `memory`."""
         holders = sorted({0, *roots, *distinct.rank.tolist()})
         group = self._ranks.subgroup(holders, device) if len(holders) > 1 else None
-        self._exchange = None if group is None else GatherExchange(group, self._ranks.global_ranks)
+        self.exchange = None if group is None else GatherExchange(group, self._ranks.global_ranks)
+        """Group of the ranks that are read; None on other ranks, and where one rank holds everything."""
         self._planned = BucketPlanCache[_Planned]()
-
-    @property
-    def model(self) -> str:
-        """Architecture as the checkpoint's config names it."""
-        return self._local.model
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the buckets."""
-        return self._device
-
-    @property
-    def head_dim(self) -> int | None:
-        """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
-        return self._local.head_dim
 
     def tensors(self) -> Sequence[TensorSpec]:
         """Tensors that are served, by the names and in the order of the checkpoint."""
         return self._local.tensors
-
-    @property
-    def shards(self) -> Shards:
-        """Every element once, as buckets are assembled from; `storage` is an index of `memory`."""
-        return self._distinct
-
-    @property
-    def exchange(self) -> GatherExchange | None:
-        """Group of the ranks that are read; None on other ranks, and where one rank holds everything."""
-        return self._exchange
 
     def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         """All that this rank holds of `tensors`, replicas included; `storage` is an index of `memory`."""
@@ -535,12 +509,12 @@ class ShardedSource(CollectiveSource):
 
     def _plan(self, manifest: Manifest, roots: Sequence[int] | None) -> _Planned:
         check_manifest(manifest, self._local.tensors)
-        return _Planned(plan(manifest, self._distinct, rank=self._ranks.rank, roots=roots), roots)
+        return _Planned(plan(manifest, self.shards, rank=self.rank, roots=roots), roots)
 
     def _assembler(self, planned: _Planned) -> Assembler:
         """An assembler over the shards as they are now: optimizers that offload put other memory under them."""
         memory, assembler = local_tensors(self._local.parameters), planned.assembler
         if assembler is None or any(a is not b for a, b in zip(memory, planned.memory, strict=True)):
-            assembler = Assembler(planned.buckets, memory, self._ranks.rank, planned.roots, self._exchange)
+            assembler = Assembler(planned.buckets, memory, self.rank, planned.roots, self.exchange)
             planned.memory, planned.assembler = memory, assembler
         return assembler

@@ -82,7 +82,7 @@ def test_responses_keep_the_order_of_the_prompts(fleet: RolloutClient, stage: St
     prompts = [[number] for number in range(5)]
     responses = fleet.generate([stage.url, stage.url], prompts)
     assert [response.output_ids[0] for response in responses] == list(range(5))
-    assert {response.label for response in responses} == {"7"}
+    assert {response.meta_info["weight_version"] for response in responses} == {"7"}
 
 
 def test_rollouts_may_wait_for_a_version(fleet: RolloutClient, stage: Stage) -> None:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .megatron_source import MegatronSource as MegatronSource
     from .parameter_mapping import (
         Fusion as Fusion,
-        HeadCounts as HeadCounts,
         LocalParameter as LocalParameter,
         MappingRule as MappingRule,
         Norm as Norm,

@@ -48,8 +48,8 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by Megatron for tensor parallelism
     for name, replacement in _replacements().items():
         setattr(torch.cuda, name, replacement)
-    torch.cuda.nvtx.range_push = _does_nothing()
-    torch.cuda.nvtx.range_pop = _does_nothing()
+    torch.cuda.nvtx.range_push = _gives()
+    torch.cuda.nvtx.range_pop = _gives()
     mode = _CudaMeansCpu()
     mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     _active.append(mode)
@@ -148,12 +148,8 @@ def _seeder() -> Callable[[int], object]:
     return lambda seed: torch.default_generator.manual_seed(int(seed))
 
 
-def _does_nothing() -> Callable[..., None]:
-    """A function of its own: torch._dynamo refuses one function under two names."""
-    return lambda *_args, **_kwargs: None
-
-
-def _gives(value: object) -> Callable[..., object]:
+def _gives(value: object = None) -> Callable[..., object]:
+    """A function of its own for each name: torch._dynamo refuses one function under two."""
     return lambda *_args, **_kwargs: value
 
 
@@ -161,7 +157,7 @@ def _replacements() -> dict[str, object]:
     idle = ("set_device", "synchronize", "empty_cache")
     counters = ("memory_allocated", "max_memory_allocated", "memory_reserved")
     return {
-        **{name: _does_nothing() for name in idle},
+        **{name: _gives() for name in idle},
         **{name: _gives(0) for name in counters},
         "current_device": _gives(_CPU),  # Megatron only ever passes it on as device=
         "Stream": _Stream,

@@ -17,7 +17,7 @@ from weightbus.dataplane.tensors import TensorSpec
 
 from ...source import SERVABLE_DTYPES, LayoutMismatch, UnsupportedModel
 from .model_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, Family, Prediction, Rules
-from .parameter_mapping import Fusion, HeadCounts, MappingRule, MappingTarget, Norm, TensorCut
+from .parameter_mapping import Fusion, MappingRule, MappingTarget, Norm, TensorCut
 
 MOST_LAYERS: Final = 4096
 """Most layers of a model. Each is looked at; no known model has a tenth of it."""
@@ -101,20 +101,6 @@ class HFModel(msgspec.Struct, frozen=True):
     def family(self) -> Family:
         """The table of the model's family."""
         return FAMILIES[self.architecture]
-
-    @property
-    def heads(self) -> HeadCounts:
-        """Numbers and sizes of the attention heads."""
-        size = self.sizes
-        return HeadCounts(
-            heads=size["heads"],
-            groups=size["groups"],
-            head_dim=size["head_dim"],
-            key_heads=size.get("delta_keys", 1),
-            key_dim=size.get("delta_key_dim", 1),
-            value_heads=size.get("delta_values", 1),
-            value_dim=size.get("delta_value_dim", 1),
-        )
 
     def applies(self, when: str | None) -> bool:
         """True when a rule with this condition applies; see `MappingRule.when`."""

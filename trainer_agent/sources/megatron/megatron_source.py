@@ -198,7 +198,7 @@ def _shards(
     specs = [model.spec(target, place.prefix, dtype, place.expert) for target in targets]
     shifts = [model.shift_of(target, zero_centred=chunk.zero_centred) for target in targets]
     share = chunk.groups.tensor if place.expert is None else chunk.groups.expert_tensor
-    return shards_of(place.rule, local, specs, shifts, heads=model.heads, share=share)
+    return shards_of(place.rule, local, specs, shifts, sizes=model.sizes, share=share)
 
 
 def _served_dtype(wanted: torch.dtype | None, model: HFModel, parameters: Sequence[torch.Tensor]) -> str:

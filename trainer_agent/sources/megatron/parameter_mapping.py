@@ -16,7 +16,7 @@ holds ``[gate_r; up_r]``, dense or expert, sequential or grouped. The attribute 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -94,18 +94,6 @@ class MappingRule(msgspec.Struct, frozen=True):
     """Switch of the model that must be on, or off with the prefix ``not ``; None for a rule that always applies."""
 
 
-class HeadCounts(msgspec.Struct, frozen=True):
-    """Numbers and sizes of heads, from which the rows of fused attention parameters follow."""
-
-    heads: int = 1
-    groups: int = 1
-    head_dim: int = 1
-    key_heads: int = 1
-    key_dim: int = 1
-    value_heads: int = 1
-    value_dim: int = 1
-
-
 class ParallelRank(msgspec.Struct, frozen=True):
     """Rank and size of one parallel group."""
 
@@ -135,16 +123,16 @@ def shards_of(
     served: Sequence[TensorSpec],
     shifts: Sequence[int],
     *,
-    heads: HeadCounts,
+    sizes: Mapping[str, int],
     share: ParallelRank,
 ) -> Iterator[Shard]:
     """The shards of Hugging Face tensors in `local`, one rank's part of a parameter.
 
-    `served` are the rule's tensors, in its order; `shifts` are the numbers added to their values. Raises
-    `LayoutMismatch` unless `local` has the shape that their sizes give.
+    `served` are the rule's tensors, in its order; `shifts` are the numbers added to their values; `sizes` are the
+    model's. Raises `LayoutMismatch` unless `local` has the shape that their sizes give.
     """
     rows = [spec.shape[0] for spec in served]
-    sections = _sections(rule.fusion, rows, heads)
+    sections = _sections(rule.fusion, rows, sizes)
     full = sum(map(total_length, sections))
     if rule.fusion is Fusion.VOCABULARY:
         full = max(full, local.shape[0] * share.ranks)
@@ -218,13 +206,13 @@ def _held(sections: Sequence[_Section], share: ParallelRank) -> Iterator[tuple[i
         at += size
 
 
-def _sections(fusion: Fusion, rows: Sequence[int], heads: HeadCounts) -> list[_Section]:
+def _sections(fusion: Fusion, rows: Sequence[int], sizes: Mapping[str, int]) -> list[_Section]:
     if fusion in {Fusion.QKV, Fusion.GATED_QKV}:
-        return [concatenate(_qkv(heads, gated=fusion is Fusion.GATED_QKV))]
+        return [concatenate(_qkv(sizes, gated=fusion is Fusion.GATED_QKV))]
     if fusion is Fusion.DELTA_IN:
-        return list(_delta_in(heads))
+        return list(_delta_in(sizes))
     if fusion is Fusion.DELTA_CONVOLUTION:
-        key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+        key, value = (sizes[f"delta_{each}s"] * sizes[f"delta_{each}_dim"] for each in ("key", "value"))
         return [(RowRun(0, key),), (RowRun(key, key),), (RowRun(2 * key, value),)]
     if fusion is Fusion.GATED:
         if len(rows) == 1:
@@ -234,9 +222,9 @@ def _sections(fusion: Fusion, rows: Sequence[int], heads: HeadCounts) -> list[_S
     return [(RowRun(0, rows[0]),)]
 
 
-def _qkv(heads: HeadCounts, *, gated: bool) -> Iterator[RowRun]:
-    size, each = heads.head_dim, heads.heads // heads.groups
-    for group in range(heads.groups):
+def _qkv(sizes: Mapping[str, int], *, gated: bool) -> Iterator[RowRun]:
+    size, each = sizes["head_dim"], sizes["heads"] // sizes["groups"]
+    for group in range(sizes["groups"]):
         if gated:
             first = group * each
             # q is served head by head, each with its query rows and then its gate rows.
@@ -248,12 +236,13 @@ def _qkv(heads: HeadCounts, *, gated: bool) -> Iterator[RowRun]:
         yield RowRun(group * size, size, tensor=2)
 
 
-def _delta_in(heads: HeadCounts) -> Iterator[_Section]:
-    values = heads.value_heads // heads.key_heads
-    widths: Final = (heads.key_dim, heads.key_dim, values * heads.value_dim, values * heads.value_dim)
+def _delta_in(sizes: Mapping[str, int]) -> Iterator[_Section]:
+    heads, key, value = sizes["delta_keys"], sizes["delta_key_dim"], sizes["delta_value_dim"]
+    values = sizes["delta_values"] // heads
+    widths: Final = (key, key, values * value, values * value)
     at = 0
     for width in widths:
-        yield concatenate(RowRun(head * sum(widths) + at, width) for head in range(heads.key_heads))
+        yield concatenate(RowRun(head * sum(widths) + at, width) for head in range(heads))
         at += width
     for half in range(2):
-        yield concatenate(RowRun((2 * head + half) * values, values, tensor=1) for head in range(heads.key_heads))
+        yield concatenate(RowRun((2 * head + half) * values, values, tensor=1) for head in range(heads))

@@ -73,7 +73,7 @@ def pieces(
     specs = [of.spec(target, found.prefix, "float32", found.expert) for target in found.rule.targets]
     shifts = [of.shift_of(target, zero_centred=zero_centred) for target in found.rule.targets]
     local = LocalParameter(found.name, 3, tuple(shape), contiguous_strides(shape), "float32")
-    return shards_of(found.rule, local, specs, shifts, heads=of.heads, share=share)
+    return shards_of(found.rule, local, specs, shifts, sizes=of.sizes, share=share)
 
 
 def shard(name: str, shape: tuple[int, ...], rank: int, ranks: int, **changes: object) -> list[tuple[str, int, Box]]:
