@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
@@ -18,6 +19,8 @@ SECTION: Final = "demo"
 ENGINES: Final = 2
 RANKS: Final = 2
 CHANNEL: Final = "demo"
+SAVED: Final = "saved"
+"""Subfolder of the checkpoints of ``--save-every``."""
 
 
 class Sync(enum.StrEnum):
@@ -83,31 +86,31 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RankArguments(msgspec.Struct, frozen=True, kw_only=True):
     """The one argument of training_rank.py, as JSON."""
 
-    checkpoint: str
-    """Folder of the initial policy."""
-    progress: str
-    """File to which rank 0 appends a line a round."""
-    rounds: int
-    trainer: TrainerKind
-    seed: int
-    publish: bool
-    channel: str
+    settings: DemoSettings
+    folder: str
+    """Folder of the demo, with the initial policy."""
     coordinator: str
     status_url: str
-    engines: int
-    transport: str
-    """Transport of all engines; empty to let the agent choose for each engine."""
     host: str
     """Address at which engines of another host reach the ranks."""
-    runtime_dir: str
-    keys: str
     asynchronous: bool = False
-    environment_s: float = 0.0
-    """Seconds a round that its answers are judged elsewhere, by a sandbox or another model; nothing is computed."""
     base: int = 0
     """Version under which the policy is published before the first round; 0 when engines were launched with it."""
-    save_every: int = 0
-    save_dir: str = ""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of the initial policy."""
+        return Path(self.folder, "checkpoint")
+
+    @property
+    def progress(self) -> Path:
+        """File to which rank 0 appends a line a round."""
+        return Path(self.folder, "progress-async.jsonl" if self.asynchronous else "progress.jsonl")
+
+    @property
+    def environment_s(self) -> float:
+        """Seconds a round that its answers are judged elsewhere, by a sandbox or another model; nothing is computed."""
+        return self.settings.environment_s if self.settings.asynchronous else 0.0
 
 
 class Demo:

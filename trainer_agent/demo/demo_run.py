@@ -20,12 +20,12 @@ import httpx
 import msgspec
 
 from weightbus.control.cli import AgentKeys, make_deployment_keys
-from weightbus.control.protocol import AgentId, Channel, Role, TransportKind
+from weightbus.control.protocol import AgentId, Channel, Role
 from weightbus.control.terminal_text import terminal_safe
 
 from . import toy_task as task
 from .child_processes import EngineHost, Program, ProgramEnded, Programs, choose_ports, handling_signals, second_host
-from .commands import CHANNEL, ENGINES, RANKS, DemoSettings, RankArguments, Sync
+from .commands import CHANNEL, ENGINES, RANKS, SAVED, DemoSettings, RankArguments, Sync
 from .round_records import DemoRound, Follower, ProgressView, RoundVerdict, compare, verdict
 from .toy_task import policy_of
 
@@ -37,8 +37,6 @@ TWO_TRANSPORTS: Final = {"e0": "direct", "e1": "sends"}
 """Transport of each engine in a run with ``--mixed``."""
 LOADER: Final = "weightbus.engine_agent.worker_loader.load"
 """Loader that both transports of ``--mixed`` need in the server; other runs do without."""
-SAVED: Final = "saved"
-"""Subfolder of the checkpoints of ``--save-every``."""
 _POLL_S: Final = 0.1
 _ANSWER_S: Final = 10.0
 """Seconds that one answer may take: a starting server is slow with its first token."""
@@ -73,26 +71,33 @@ class DemoRun:
         if self._settings.asynchronous:
             judged = f"answers are judged elsewhere for {self._settings.environment_s:g} s a round, in both runs"
             self._view.say(f"first one round after another, for comparison; {judged}")
-            before, _ = self._train(weights, base=1)
+            before, _ = self._train(base=1)
             self._view.say("now each round is generated while the one before is judged and trained")
-            result, rounds = self._train(weights, base=self._settings.rounds + 2, asynchronous=True)
+            result, rounds = self._train(base=self._settings.rounds + 2, asynchronous=True)
             trained = f"of {result.train_s:.1f} s of training, {result.overlap_s:.1f} s while engines wrote"
             self._view.say(
                 f"{trained} the next round's answers; {result.spanning_versions} answers were written by two versions"
             )
             result = compare(before, result)
         else:
-            result, rounds = self._train(weights)
+            result, rounds = self._train()
         self._programs.end()
         self._view.table(rounds, result)
         self._view.last(result.line)
         return not result.complaint
 
-    def _train(
-        self, weights: Path, *, base: int = 0, asynchronous: bool = False
-    ) -> tuple[RoundVerdict, list[DemoRound]]:
+    def _train(self, *, base: int = 0, asynchronous: bool = False) -> tuple[RoundVerdict, list[DemoRound]]:
         """All rounds of one training program, from the initial weights on, and their verdict."""
-        rounds = self._follow(self._start_ranks(weights, base, asynchronous=asynchronous), _progress(asynchronous))
+        arguments = RankArguments(
+            settings=self._settings,
+            folder=str(self._folder),
+            coordinator=self._coordinator,
+            status_url=f"http://127.0.0.1:{self._ports.status}/status",
+            host=self._here,
+            asynchronous=asynchronous,
+            base=base,
+        )
+        rounds = self._follow(self._start_ranks(arguments), arguments.progress)
         published = self._settings.sync is Sync.ON
         max_lag = 1 if asynchronous else 0
         expected, transports = self._settings.rounds, TWO_TRANSPORTS if self._settings.mixed and published else None
@@ -144,30 +149,10 @@ class DemoRun:
         make_deployment_keys(self._folder / "keys", [AgentKeys(AgentId("trainer"), Role.TRAINER, channels), *engines])
         return self._folder / "keys"
 
-    def _start_ranks(self, weights: Path, base: int, *, asynchronous: bool) -> list[Program]:
+    def _start_ranks(self, arguments: RankArguments) -> list[Program]:
         self._view.say(f"starting {RANKS} ranks of {self._settings.trainer.value}")
-        arguments = RankArguments(
-            checkpoint=str(weights),
-            progress=str(self._folder / _progress(asynchronous)),
-            asynchronous=asynchronous,
-            environment_s=self._settings.environment_s if self._settings.asynchronous else 0.0,
-            base=base,
-            rounds=self._settings.rounds,
-            trainer=self._settings.trainer,
-            seed=self._settings.seed,
-            publish=self._settings.sync is Sync.ON,
-            channel=CHANNEL,
-            coordinator=self._coordinator,
-            status_url=f"http://127.0.0.1:{self._ports.status}/status",
-            engines=ENGINES,
-            transport="" if self._settings.mixed else (self._settings.transport or TransportKind.LOCAL).value,
-            host=self._here,
-            runtime_dir=str(self._folder / "run"),
-            keys=str(self._folder / "keys"),
-            save_every=self._settings.save_every,
-            save_dir=str(self._folder / SAVED),
-        )
         argument = msgspec.json.encode(arguments).decode()
+        suffix = "-async" if arguments.asynchronous else ""
         group = {
             "WORLD_SIZE": str(RANKS),
             "MASTER_ADDR": "127.0.0.1",
@@ -177,9 +162,7 @@ class DemoRun:
         }
         command = [sys.executable, "-m", "weightbus.trainer_agent.demo.training_rank", argument]
         return [
-            self._programs.start(
-                f"rank{rank}{'-async' * asynchronous}", command, group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            )
+            self._programs.start(f"rank{rank}{suffix}", command, group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(RANKS)
         ]
 
@@ -207,8 +190,8 @@ class DemoRun:
         finally:
             asking.shutdown(wait=False)
 
-    def _follow(self, ranks: Sequence[Program], progress: str) -> list[DemoRound]:
-        follower = Follower(self._folder / progress)
+    def _follow(self, ranks: Sequence[Program], progress: Path) -> list[DemoRound]:
+        follower = Follower(progress)
         rounds: list[DemoRound] = []
 
         def moved() -> bool:
@@ -233,10 +216,6 @@ class DemoRun:
             if time.monotonic() >= until:
                 raise DemoFailed(f"waited {deadline_s:.0f} s for {what}; logs are in {self._folder / 'logs'}")
             time.sleep(_POLL_S)
-
-
-def _progress(asynchronous: bool) -> str:
-    return "progress-async.jsonl" if asynchronous else "progress.jsonl"
 
 
 def _answers(url: str) -> bool:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from statistics import fmean
 from typing import Final
 
@@ -21,7 +20,7 @@ import torch
 from ..machine import PublishReport
 from ..staleness import Lineage, Staleness, StalenessVerdict
 from . import round_records as records, toy_task as task
-from .commands import RankArguments
+from .commands import ENGINES, RankArguments
 from .toy_task import RESPONSE_TOKENS
 
 WIDTH = task.PROMPT_TOKENS + 2 * task.RESPONSE_TOKENS
@@ -103,7 +102,7 @@ class Actor:
 
     def ahead(self, number: int, version: int) -> Future[Batch]:
         """`rollout` in the background. Rounds are requested in order."""
-        prompts = task.prompts(self._arguments.seed, number)
+        prompts = task.prompts(self._arguments.settings.seed, number)
         size = len(prompts) // (PARTS if self._arguments.environment_s else 1)
         parts = [
             self._judge.submit(
@@ -123,7 +122,7 @@ class Actor:
     def _write(self, prompts: list[list[int]], version: int) -> EpisodePart:
         if not self._room.acquire(timeout=self.deadline_s):
             raise TimeoutError(f"the answers before were not judged in {self.deadline_s:.0f} s")
-        ready = self._fleet.wait_ready(self._arguments.engines, self._timeout_s, version)
+        ready = self._fleet.wait_ready(ENGINES, self._timeout_s, version)
         began = time.perf_counter()
         return EpisodePart(self._fleet.generate(ready, prompts), began, time.perf_counter())
 
@@ -162,7 +161,7 @@ class Actor:
         now = time.perf_counter()
         took, self._ended_at = now - self._ended_at, now
         records.append(
-            Path(self._arguments.progress),
+            self._arguments.progress,
             records.DemoRound(
                 number=batch.number,
                 reward=fmean(task.reward(each.output_ids) for each in batch.responses),

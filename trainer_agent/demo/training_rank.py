@@ -21,11 +21,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from weightbus.control.protocol import TransportKind
+
 from ..machine import PublishHandle
 from ..publish import TrainerAgent
 from ..source import Source
 from . import toy_task as task
-from .commands import RankArguments, TrainerKind
+from .commands import CHANNEL, SAVED, RankArguments, Sync, TrainerKind
 from .rollouts import WIDTH, Actor, Batch, RolloutClient
 from .toy_task import policy_of
 
@@ -50,11 +52,12 @@ class Learner(Protocol):
 def start(arguments: RankArguments) -> Learner:
     """Join the other ranks and return the learner of the chosen framework, the only one that is imported."""
     deadline = timedelta(seconds=TIMEOUT_S)
-    if arguments.trainer is TrainerKind.FSDP2:
+    trainer = arguments.settings.trainer
+    if trainer is TrainerKind.FSDP2:
         from .fsdp_learner import FSDPLearner  # noqa: PLC0415
 
         dist.init_process_group("gloo", timeout=deadline)
-        return FSDPLearner(Path(arguments.checkpoint))
+        return FSDPLearner(arguments.checkpoint)
     from ..sources.megatron import install  # noqa: PLC0415
 
     logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns of every GPU feature that is off
@@ -62,7 +65,7 @@ def start(arguments: RankArguments) -> Learner:
     from .megatron_learner import MegatronLearner  # noqa: PLC0415
 
     dist.init_process_group("gloo", timeout=deadline)
-    return MegatronLearner(Path(arguments.checkpoint), arguments.seed, policy_of(arguments.trainer))
+    return MegatronLearner(arguments.checkpoint, arguments.settings.seed, policy_of(trainer))
 
 
 class RoundStopwatch:
@@ -86,9 +89,9 @@ class RoundStopwatch:
 def train(arguments: RankArguments) -> None:
     """Run all rounds on this rank."""
     learner = start(arguments)
-    fleet = RolloutClient(arguments.status_url, arguments.channel, TIMEOUT_S)
+    fleet = RolloutClient(arguments.status_url, CHANNEL, TIMEOUT_S)
     actor = Actor(arguments, fleet, TIMEOUT_S) if dist.get_rank() == 0 else None
-    agent = _connect(arguments, learner) if arguments.publish else None
+    agent = _connect(arguments, learner) if arguments.settings.sync is Sync.ON else None
     if agent and arguments.base:
         agent.publish(arguments.base)
     if actor:
@@ -105,7 +108,7 @@ def train(arguments: RankArguments) -> None:
 
 def _synchronously(arguments: RankArguments, learner: Learner, actor: Actor | None, agent: TrainerAgent | None) -> None:
     """Generate, learn and publish, one after another."""
-    for number in range(1, arguments.rounds + 1):
+    for number in range(1, arguments.settings.rounds + 1):
         watch, batch = RoundStopwatch(), None
         current = arguments.base + number - 1 if agent else 0
         if actor:
@@ -127,9 +130,9 @@ def _asynchronously(arguments: RankArguments, learner: Learner, actor: Actor | N
     """
     upcoming = actor.ahead(1, arguments.base) if actor else None
     ending: Callable[[Batch | None], None] = lambda _: None  # noqa: E731  nothing was published yet
-    for number in range(1, arguments.rounds + 1):
+    for number in range(1, arguments.settings.rounds + 1):
         watch, current, asked = RoundStopwatch(), arguments.base + number - 1, upcoming
-        if actor and number < arguments.rounds:
+        if actor and number < arguments.settings.rounds:
             upcoming = actor.ahead(number + 1, current)
         with watch.phase("wait"):
             batch = asked.result(actor.deadline_s) if actor and asked else None
@@ -171,18 +174,19 @@ def _share(batch: Batch | None, current: int, max_lag: int) -> tuple[torch.Tenso
 
 
 def _connect(arguments: RankArguments, learner: Learner) -> TrainerAgent:
+    settings, folder = arguments.settings, Path(arguments.folder)
     return TrainerAgent.connect(
         learner.source(TIMEOUT_S),
-        channel=arguments.channel,
+        channel=CHANNEL,
         coordinator=arguments.coordinator,
-        keys=Path(arguments.keys),
-        transport=arguments.transport or None,
+        keys=folder / "keys",
+        transport=None if settings.mixed else (settings.transport or TransportKind.LOCAL).value,
         host=arguments.host,
-        runtime_dir=Path(arguments.runtime_dir),
-        checkpoint_dir=Path(arguments.runtime_dir) / "checkpoints",
-        hf_config_dir=Path(arguments.checkpoint),
-        save_every=arguments.save_every,
-        save_dir=Path(arguments.save_dir) if arguments.save_every else None,
+        runtime_dir=folder / "run",
+        checkpoint_dir=folder / "run" / "checkpoints",
+        hf_config_dir=arguments.checkpoint,
+        save_every=settings.save_every,
+        save_dir=folder / SAVED if settings.save_every else None,
         round_timeout_s=TIMEOUT_S,
         max_lag=MAX_LAG if arguments.asynchronous else None,
     )

@@ -397,7 +397,9 @@ class CollectiveSource:
     def _check_root(self, out: torch.Tensor | None, root: int = 0) -> None:
         """Raise `ValueError` unless rank `root`, and no other rank, gives a buffer."""
         if (out is not None) != (self.rank == root):
-            raise ValueError(f"rank {self.rank}: rank {root} is the root of this bucket, and it alone gives a buffer")
+            raise ValueError(
+                f"rank {self.rank}: rank {root} is the root of this bucket, and only the root gives a buffer"
+            )
 
 
 class RankShards(msgspec.Struct, frozen=True, kw_only=True):

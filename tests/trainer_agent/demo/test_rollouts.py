@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from weightbus.trainer_agent.demo import toy_task as task
-from weightbus.trainer_agent.demo.commands import RankArguments, TrainerKind
+from weightbus.trainer_agent.demo.commands import DemoSettings, RankArguments
 from weightbus.trainer_agent.demo.rollouts import PARTS, WIDTH, Actor, Batch, EpisodePart, Response, RolloutClient
 from weightbus.trainer_agent.demo.round_records import Follower
 
@@ -54,19 +54,8 @@ class Engines:
 
 
 def actor_of(folder: Path, environment_s: float, timeout_s: float = 10.0) -> Actor:
-    given = dict.fromkeys(
-        ("checkpoint", "channel", "coordinator", "status_url", "transport", "host", "runtime_dir", "keys"), ""
-    )
-    arguments = RankArguments(
-        **given,
-        progress=str(folder / "progress"),
-        rounds=3,
-        trainer=TrainerKind.MEGATRON,
-        seed=1,
-        publish=True,
-        engines=1,
-        environment_s=environment_s,
-    )
+    settings = DemoSettings(rounds=3, asynchronous=environment_s > 0, environment_s=environment_s)
+    arguments = RankArguments(settings=settings, folder=str(folder), coordinator="", status_url="", host="")
     return Actor(arguments, cast("RolloutClient", Engines()), timeout_s)
 
 

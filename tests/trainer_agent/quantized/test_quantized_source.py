@@ -23,6 +23,7 @@ from weightbus.trainer_agent.quantized.quantized_assembly import LocatedSource
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, as_served, quantized
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
+from weightbus.trainer_agent.sources.collective_source import ShardedSource
 from weightbus.trainer_agent.sources.hf_module import FSDPSource, HFModuleSource
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
@@ -278,7 +279,10 @@ def test_settings_say_which_checkpoint_is_served(tmp_path: Path) -> None:
         chosen(served="nowhere")
 
 
-@pytest.mark.parametrize("kind", [MegatronSource, FSDPSource, HFModuleSource])
-def test_sharded_sources_locate_their_shards(kind: type) -> None:
+def test_sharded_sources_locate_their_shards() -> None:
     """Ranks of these quantize their shards; a source without one of these names would be gathered without a warning."""
-    assert all(hasattr(kind, name) for name in ("rank", "shards", "exchange", "memory"))
+    assert issubclass(MegatronSource, ShardedSource)
+    assert issubclass(FSDPSource, ShardedSource)
+    source = HFModuleSource(torch.nn.Linear(2, 2))
+    assert isinstance(source, ShardedSource)
+    assert all(hasattr(source, name) for name in ("rank", "shards", "exchange", "memory"))
