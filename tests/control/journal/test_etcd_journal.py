@@ -38,6 +38,7 @@ from weightbus.control.machine.effects import ChannelForgotten
 from weightbus.control.protocol.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, VersionNotNewer
 from weightbus.control.protocol.messages import Channel
 
+from ...kit.waiting import until
 from ..journal_contract import POLICY, B, JournalContract, closed, commit, taken
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -140,13 +141,6 @@ class TestEtcdJournalUnderAccessControl(JournalContract):
             assert etcd.under(f"{with_login.prefix}/") == ()
 
 
-def wait(what: Callable[[], bool], limit_s: float = 60.0) -> None:
-    until = time.monotonic() + limit_s
-    while not what():
-        assert time.monotonic() < until, "it never happened"
-        time.sleep(0.02)
-
-
 class TestEtcdJournal(JournalContract):
     """The contract, kept by a store that several coordinators share."""
 
@@ -161,7 +155,7 @@ def test_a_deposed_leader_changes_nothing(candidates: Candidates) -> None:
     journal.write(taken(1))
     journal._term._over.set()  # it does not renew its lease any more, and its clock stands still
     journal._term._until = float("inf")
-    wait(lambda: isinstance(candidates.stand("c1"), Term))
+    until(lambda: isinstance(candidates.stand("c1"), Term))
     successor = EtcdJournal(candidates.etcd(), candidates.prefix, candidates.terms[-1], by=1)
     successor.write(taken(2))
     for record in (taken(9), commit(1, 1), closed("p")):
@@ -460,7 +454,7 @@ def test_a_member_ends_with_the_tests_that_are_killed(tmp_path: Path) -> None:
         assert b"etcd" in line.read_bytes().split(b"\0")[0]
         starter.kill()
     try:
-        wait(lambda: not line.exists() or not line.read_bytes())  # it may never be reaped
+        until(lambda: not line.exists() or not line.read_bytes())  # it may never be reaped
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -61,20 +61,13 @@ from ...kit.fake_source import FakeSource
 from ...kit.fake_weights import read
 from ...kit.flat_module import FlatModule
 from ...kit.ports import free_port
+from ...kit.waiting import until
 from ..world import World
 
 pytestmark = pytest.mark.timeout(300)
 
 
 NUMBERS = itertools.count(1)
-
-
-def until(what: str, done: Callable[[], Any], deadline_s: float = 60.0) -> None:
-    """Ask until `done` says yes."""
-    end = time.monotonic() + deadline_s
-    while not done():
-        assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}"
-        time.sleep(0.02)
 
 
 class Deployment:
@@ -113,7 +106,7 @@ class Deployment:
         agent = self.agent = EngineAgent(settings)
         self.thread = threading.Thread(target=agent.run, daemon=True)
         self.thread.start()
-        until("the sidecar", lambda: agent._bus is not None)
+        until(lambda: agent._bus is not None, "the sidecar")
 
     def stop(self) -> None:
         """Stop the sidecar; the server stays as it is."""
@@ -183,7 +176,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int,
             return httpx.get(f"http://127.0.0.1:{http}/healthz", trust_env=False).status_code == 200
         return False
 
-    until("the coordinator", up)
+    until(up, "the coordinator")
     yield port, folder / "keys"
     process.terminate()
     process.wait(60)
@@ -261,7 +254,7 @@ def test_the_log_tells_a_round_shortly_and_a_failure_loudly(deployment: Deployme
 
     with capture_logs() as good:
         deployment.publish(7)
-        until("the end", lambda: said(good, held=7, health="clean") and not deployment.view.doing)
+        until(lambda: said(good, held=7, health="clean") and not deployment.view.doing, "the end")
     told = [line for line in good if line["log_level"] != "debug"]
     assert len(told) < 10, told
     assert [line["held"] for line in told if line["event"] == "health"] == [7]
@@ -269,7 +262,7 @@ def test_the_log_tells_a_round_shortly_and_a_failure_loudly(deployment: Deployme
     with capture_logs() as bad:
         with contextlib.suppress(Exception):
             deployment.publish(8)
-        until("the failure", lambda: said(bad, log_level="warning") and not deployment.view.doing)
+        until(lambda: said(bad, log_level="warning") and not deployment.view.doing, "the failure")
     loud = [line for line in bad if line["event"] == "health" and line["log_level"] == "warning"]
     assert [line["health"] for line in loud] == ["dirty"]
     assert "version 8 was not taken completely" in loud[0]["reason"]
@@ -284,14 +277,14 @@ def test_bad_loads_never_serve(deployment: Deployment, fault: Any) -> None:
     deployment.fake.inject("/update_weights_from_tensor", fault, after=2)
     with contextlib.suppress(Exception):
         deployment.publish(7)
-    until("the failure", lambda: deployment.view.health.value == "dirty" and not deployment.view.doing)
+    until(lambda: deployment.view.health.value == "dirty" and not deployment.view.doing, "the failure")
     assert deployment.fake.mode == "retract"
     assert deployment.fake.label == "default"
     deployment.stop()
     deployment.start()
-    until("the record", lambda: deployment.view.health.value == "dirty")
+    until(lambda: deployment.view.health.value == "dirty", "the record")
     deployment.publish(8)
-    until("the repair", lambda: deployment.view.health.value == "clean")
+    until(lambda: deployment.view.health.value == "clean", "the repair")
     assert (deployment.fake.label, deployment.fake.mode) == ("8", "")
 
 
@@ -300,15 +293,15 @@ def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -
     deployment.fake.inject("/update_weights_from_tensor", "die", after=2)
     with contextlib.suppress(Exception):
         deployment.publish(7)
-    until("the loss", lambda: not deployment.view.up)
+    until(lambda: not deployment.view.up, "the loss")
     record = StateFile(deployment.folder / "state", "e0").read()
     assert record is not None
     assert record.health.value == "dirty"
     deployment.fake.restart()
-    until("the pause", lambda: deployment.fake.mode == "retract")
-    until("the account", lambda: deployment.view.health.value in {"pending", "dirty"})
+    until(lambda: deployment.fake.mode == "retract", "the pause")
+    until(lambda: deployment.view.health.value in {"pending", "dirty"}, "the account")
     deployment.publish(8)
-    until("the repair", lambda: deployment.view.health.value == "clean")
+    until(lambda: deployment.view.health.value == "clean", "the repair")
     assert deployment.fake.mode == ""
 
 
@@ -366,7 +359,7 @@ def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: De
     with edit_allow_list(deployment.engine_keys / ALLOW_LIST_FILE) as agents:
         trainer = agents.pop("trainer")
     deployment.start()
-    until("the engine", lambda: deployment.view.health is EngineHealth.CLEAN)
+    until(lambda: deployment.view.health is EngineHealth.CLEAN, "the engine")
     calls = len(deployment.fake.calls)
     with pytest.raises(RoundAborted, match="unknown_signer"):
         deployment.publish(2)
@@ -380,7 +373,7 @@ def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: De
     with edit_allow_list(deployment.engine_keys / ALLOW_LIST_FILE) as agents:
         agents["trainer"] = trainer
     deployment.publish(2)
-    until("the engine", lambda: deployment.view.held is not None and deployment.view.held.version == 2)
+    until(lambda: deployment.view.held is not None and deployment.view.held.version == 2, "the engine")
 
 
 @pytest.mark.parametrize(
@@ -497,11 +490,11 @@ def test_a_second_agent_of_another_host_is_kept_out(deployment: Deployment, tmp_
         second = EngineAgent(other)
         thread = threading.Thread(target=second.run, daemon=True)
         thread.start()
-        until("the refusal", lambda: [line for line in logs if line["event"] == "hello_refused"])
+        until(lambda: [line for line in logs if line["event"] == "hello_refused"], "the refusal")
         assert "server_taken" in next(line["reason"] for line in logs if line["event"] == "hello_refused")
         assert [each.engine for each in deployment.publish(7).engines] == ["e0"]
         deployment.stop()
-        until("the second agent", lambda: second._bus is not None)
+        until(lambda: second._bus is not None, "the second agent")
     second.stop()
     thread.join(60)
     assert not thread.is_alive()
@@ -559,12 +552,12 @@ def test_a_server_whose_loader_cannot_be_followed_takes_buckets(
     with pytest.raises(PublishFailed, match="starts a thread"):
         publish(7)
     assert "starts a thread" in deployment.agent._server.facts.unrecordable  # type: ignore[union-attr]
-    until("it to go on", lambda: not deployment.fake.mode)
+    until(lambda: not deployment.fake.mode, "it to go on")
     assert deployment.view.health.value == "clean"
     report = publish(8)
     assert (report.engines[0].verified_by, deployment.fake.label) == ("live-digest", "8")
     deployment.fake.restart()
-    until("the new launch", lambda: not deployment.agent._server.facts.unrecordable)  # type: ignore[union-attr]
+    until(lambda: not deployment.agent._server.facts.unrecordable, "the new launch")  # type: ignore[union-attr]
     worker_loader.forget()
 
 
@@ -596,7 +589,7 @@ def test_memory_that_was_given_back_returns_with_a_version(lending: Deployment, 
     if restart:
         lending.stop()
         lending.start()
-    until("a server that is held back", lambda: lending.view.health is EngineHealth.PENDING and lending.view.paused)
+    until(lambda: lending.view.health is EngineHealth.PENDING and lending.view.paused, "a server that is held back")
     assert lending.view.held is None
     fake.calls.clear()
 
@@ -614,7 +607,7 @@ def test_memory_that_was_given_back_returns_with_a_version(lending: Deployment, 
 def test_memory_is_given_back_before_the_first_version(lending: Deployment) -> None:
     """Trainers start with the GPU to themselves: launch weights are no weights any more, and never served."""
     assert give_back(lending).status_code == 200
-    until("a server that is held back", lambda: lending.view.health is EngineHealth.PENDING and lending.view.paused)
+    until(lambda: lending.view.health is EngineHealth.PENDING and lending.view.paused, "a server that is held back")
 
     assert lending.publish(1).engines[0].verified_by == "live-digest"
     assert lending.fake.label == "1"

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
+
+from ...kit.waiting import until
 
 STUBBORN = """
 import os, signal, sys, time
@@ -19,14 +19,6 @@ if os.fork() == 0:
     print(os.getpid(), flush=True)
 time.sleep(600)
 """
-
-
-def eventually(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    """Poll until `condition` holds."""
-    until = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < until, "deadline"
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -42,10 +34,10 @@ def test_workers_end_with_their_program(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("weightbus.trainer_agent.demo.child_processes.GRACE_S", 0.2)
     with Programs(tmp_path) as programs:
         stubborn = programs.start("stubborn", [sys.executable, "-c", STUBBORN])
-        eventually(lambda: stubborn.log.read_text().endswith("\n"))
+        until(lambda: stubborn.log.read_text().endswith("\n"))
         worker = int(stubborn.log.read_text())
         assert not gone(worker)
-    eventually(lambda: gone(stubborn.process.pid) and gone(worker))  # killed; the kernel has its own pace
+    until(lambda: gone(stubborn.process.pid) and gone(worker))  # killed; the kernel has its own pace
 
 
 PARENT = """
@@ -66,15 +58,15 @@ def test_a_parent_that_is_killed_leaves_nothing_behind(tmp_path: Path, guarded: 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         guard, log = int(parent.stdout.readline()), tmp_path / "stubborn.log"
-        eventually(lambda: log.exists() and log.read_text().endswith("\n"))
+        until(lambda: log.exists() and log.read_text().endswith("\n"))
         worker = int(log.read_text())
         child = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[2])
         if not guarded:
             os.kill(guard, signal.SIGKILL)
         parent.kill()
-    eventually(lambda: gone(child))
+    until(lambda: gone(child))
     if guarded:
-        eventually(lambda: gone(worker) and gone(guard))
+        until(lambda: gone(worker) and gone(guard))
     else:
         os.kill(worker, signal.SIGKILL)
 

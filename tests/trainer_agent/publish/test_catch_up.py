@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from weightbus.trainer_agent.machine.publication import PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 
 from ...kit.loopback_engine import LoopbackEngine
+from ...kit.waiting import until
 from .test_background_publisher import Loop
 from .test_rounds import Deployment
 
@@ -34,13 +34,6 @@ def catch_up(deployment: Deployment, version: int) -> PublishReport:
     assert all(other == first for other in others)
     assert isinstance(first, PublishReport)
     return first
-
-
-def eventually(what: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30.0
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("transport", [TransportKind.LOCAL, TransportKind.DISK, TransportKind.DISTRIBUTED])
@@ -99,7 +92,7 @@ def test_the_last_snapshot_is_brought_to_a_later_engine(loop: Loop) -> None:
     loop.step()
     for name in ("e1", "e2"):
         engine = loop.engine(name)
-        eventually(lambda engine=engine: engine.label == 1)  # type: ignore[misc]
+        until(lambda engine=engine: engine.label == 1)  # type: ignore[misc]
     loop.sources[0].weights, now = expected, loop.sources[0].weights
     assert loop.holds("e1")
     assert loop.holds("e2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -13,6 +12,8 @@ from weightbus.dataplane.errors import ForgedMessage, PeerLost, StaleSession, Tr
 from weightbus.dataplane.processes.connections import Deadline, new_token
 from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous, RendezvousKeys, source_name
+
+from ....kit.waiting import until
 
 EPOCH = 7
 
@@ -26,13 +27,6 @@ def attend(store: TCPStore, token: str, epoch: int = EPOCH, name: str = "e0") ->
     attendance = RendezvousKeys(f"tcp://127.0.0.1:{store.port}", epoch, name, token)
     attendance.begin()
     return attendance
-
-
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_both_sides_hear_each_other() -> None:

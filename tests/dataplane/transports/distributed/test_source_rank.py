@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt, TransferSession
 
-from ....kit.waiting import has_ipv6
+from ....kit.waiting import has_ipv6, until
 from ...loopback import CHANNEL, Places, make_bytes, make_manifest, make_session, send_all, wanted
 from ...transport_contract import PROMPT_S, Engine, Halves
 
@@ -36,14 +36,6 @@ BROADCASTS = ("weightbus-broadcast", "weightbus-source")
 BUCKETS = 6
 TWO = Sources((0, 1, 0, 1, 0, 1))
 PEERS = [Peer("one", 1), Peer("two", 2)]
-
-
-def until(what: str, done: Callable[[], bool]) -> None:
-    """Well before any deadline."""
-    end = time.monotonic() + PROMPT_S
-    while not done():
-        assert time.monotonic() < end, f"waited for {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +238,11 @@ def test_an_engine_that_fails_ends_it_for_the_other_source(stand: Stand, other: 
     assert "the server said 400" in stand.leader.failed["one"]
     assert other.failure
     assert all(isinstance(engine.join(), TransferFailed) for engine in stand.engines)
-    until("broadcasts to end", lambda: not any(each.name.startswith(BROADCASTS) for each in threading.enumerate()))
+    until(
+        lambda: not any(each.name.startswith(BROADCASTS) for each in threading.enumerate()),
+        "broadcasts to end",
+        deadline_s=PROMPT_S,
+    )
 
 
 def test_servers_that_wait_in_a_broadcast_are_freed_by_their_source(stand: Stand, other: SourceRank) -> None:
@@ -275,11 +271,11 @@ def test_servers_that_wait_in_a_broadcast_are_freed_by_their_source(stand: Stand
         stand.pool.buffers[index % 2].memory[: bucket.numel()] = bucket
         stand.leader.send(index, stand.pool.buffers[index % 2], 60.0)
         stand.leader.reclaim(index, 60.0)
-    until("both servers to wait for the other source", lambda: len(inside) == 2)
+    until(lambda: len(inside) == 2, "both servers to wait for the other source", deadline_s=PROMPT_S)
     stand.leader.withdraw("one", "its agent is gone")
     stand.leader.finish(60.0)
     assert stand.leader.failed["one"] == "its agent is gone"
-    until("the servers to go on", lambda: not inside)
+    until(lambda: not inside, "the servers to go on", deadline_s=PROMPT_S)
     assert all(isinstance(engine.join(), TransferFailed) for engine in stand.engines)
     assert session.epoch == 1
 
@@ -363,7 +359,7 @@ class Leader:
         """Until it has come to this epoch."""
         rendezvous = self.rendezvous
         assert rendezvous is not None
-        until("the source to come", lambda: rendezvous.heard("came", source_name(1)) is not None)
+        until(lambda: rendezvous.heard("came", source_name(1)) is not None, "the source to come", deadline_s=PROMPT_S)
         return rendezvous
 
 
@@ -484,7 +480,7 @@ def serve_alone(leader: Leader, other: SourceRank, epoch: int) -> str | None:
     other.begin(leader.begin(epoch), epoch, Sources((0, 1)), [torch.zeros(8)], 60.0, filled=1)
     said = leader.await_source()
     said.announce("group", GroupSettings(("g", Formed.name), (0, 1)).encode())
-    until("its session to end", lambda: "weightbus-source-rank" not in names())
+    until(lambda: "weightbus-source-rank" not in names(), "its session to end", deadline_s=PROMPT_S)
     assert other.failure == ""
     return said.heard("came", source_name(1))
 
@@ -531,7 +527,7 @@ def test_a_session_that_is_stuck_touches_nothing_of_the_next(
     serving.start()
     other.wait_free(2)
     released.set()
-    until("the old session to end", lambda: names().count("weightbus-source-rank") == 1)
+    until(lambda: names().count("weightbus-source-rank") == 1, "the old session to end", deadline_s=PROMPT_S)
     other.filled(3)
     other.wait_free(3)
     serving.join()
@@ -564,7 +560,11 @@ def test_a_store_that_goes_while_a_group_forms_holds_no_engine(
     def too_late(*arguments: Any) -> Any:
         leader.rendezvous = None
         del leader.store
-        until("the store to end", lambda: other._session is None or other._session._rendezvous._error is not None)
+        until(
+            lambda: other._session is None or other._session._rendezvous._error is not None,
+            "the store to end",
+            deadline_s=PROMPT_S,
+        )
         return rendezvous.connect_store(*arguments)
 
     monkeypatch.setattr(source_rank, "connect_store", too_late)
@@ -572,7 +572,7 @@ def test_a_store_that_goes_while_a_group_forms_holds_no_engine(
     leader.await_source().announce("group", GroupSettings(("g", "g-source1"), (0, 1)).encode())
     began = time.monotonic()
     other.wait_free(1)
-    until("nobody to look for it", lambda: "weightbus-source" not in names())
+    until(lambda: "weightbus-source" not in names(), "nobody to look for it", deadline_s=PROMPT_S)
     assert time.monotonic() - began < PROMPT_S
     assert other.failure
 

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.engines.sglang import group_watchdog as stand_in
 from weightbus.engine_agent.engines.sglang.group_watchdog import GroupWatchdog
+
+from ....kit.waiting import until
 
 SIDECAR = """
 import sys, time
@@ -95,13 +96,6 @@ class Sidecar:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.communicate()
-
-
-def until(what: str, done: Callable[[], bool]) -> None:
-    end = time.monotonic() + AT_ONCE_S
-    while not done():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def is_dead(pid: int) -> bool:
@@ -189,7 +183,11 @@ def test_signals_to_all_processes_do_not_end_it_before_the_sidecar(server: Serve
     sidecar.told("used one")
     (child,) = sidecar.children()
     status = Path(f"/proc/{child}/status")
-    until("it is up", lambda: bool(int(status.read_text().partition("SigIgn:\t")[2].split("\n")[0], 16) & 1 << 14))
+    until(
+        lambda: bool(int(status.read_text().partition("SigIgn:\t")[2].split("\n")[0], 16) & 1 << 14),
+        "it is up",
+        deadline_s=AT_ONCE_S,
+    )
     told = Path(f"/proc/{child}/cmdline").read_bytes() + Path(f"/proc/{child}/environ").read_bytes()
     assert b"secret" not in told
     for each in (signal.SIGTERM, signal.SIGINT):
@@ -203,7 +201,7 @@ def test_a_stand_in_that_was_killed_is_replaced(server: Server, sidecar: Sidecar
     sidecar.told("used one")
     (child,) = sidecar.children()
     os.kill(child, signal.SIGKILL)
-    until("it is gone", lambda: child not in sidecar.children() or is_dead(child))
+    until(lambda: child not in sidecar.children() or is_dead(child), "it is gone", deadline_s=AT_ONCE_S)
     sidecar.told("used two")
     sidecar.process.kill()
     assert server.left.get(timeout=AT_ONCE_S)[2] == "two"
