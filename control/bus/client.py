@@ -14,11 +14,11 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Generic, Self, TypeVar, assert_never
+from typing import Final, Self, TypeVar, assert_never
 
 import msgspec
 
@@ -133,9 +133,8 @@ class BusClient:
         self._topology = topology
         self._clock = time.monotonic
         self._topology_request: RequestId | None = None
-        self._with_deferred_digests = (
-            False  # `_topology_request` names also what an older coordinator does not understand
-        )
+        self._with_deferred_digests = False
+        """True if `_topology_request` names also what an older coordinator does not understand."""
         self._link: AgentLink = link or DealerLink(settings.endpoint, settings.curve)
         self._keys = os.urandom(8).hex()
         self._counter = itertools.count(1)
@@ -249,7 +248,7 @@ class BusClient:
         for wait in waits:
             wait()
         if boot == self._coordinator_boot():
-            self._known_blobs.update(lacking)
+            self._known_blobs.add(*lacking)
         try:
             return answer()[0]
         except RequestRefused as refused:
@@ -373,15 +372,15 @@ class BusClient:
         expires_at = time.monotonic() + deadline_s
         self._submitted.put(RequestSubmitted(key, message, blob, expires_at, deadline_s))
         self._link.wake()
-        return lambda: self._await_answer(key, message.kind, future, expires_at, deadline_s)
+        return lambda: self._await_answer(key, message, future, expires_at, deadline_s)
 
     def _await_answer(
-        self, key: RequestId, what: str, future: Future[_Answered], expires_at: float, deadline_s: float
+        self, key: RequestId, message: ToCoordinator, future: Future[_Answered], expires_at: float, deadline_s: float
     ) -> _Answered:
         try:
             return future.result(max(0.0, expires_at - time.monotonic()) + _GRACE_S)
         except FutureTimeoutError:
-            raise self._session.unreachable(what, deadline_s, time.monotonic()) from None
+            raise self._session.unreachable(message.kind, deadline_s, time.monotonic()) from None
         except RequestRefused as refused:
             if refused.code is RefusalCode.UNKNOWN_BLOB:
                 self._known_blobs.clear()
@@ -511,33 +510,18 @@ K = TypeVar("K", bound=Hashable)
 MAX_KNOWN: Final = 256
 
 
-class BoundedSet(Generic[K]):
+class BoundedSet(dict[K, None]):
     """A set of the last keys that were added. A key that was dropped only costs what it would have saved."""
 
     def __init__(self, most: int = MAX_KNOWN) -> None:
         """Keeps `most` keys."""
+        super().__init__()
         self._most = most
-        self._known_blobs: dict[K, None] = {}
 
-    def __contains__(self, key: K) -> bool:
-        return key in self._known_blobs
-
-    def __len__(self) -> int:
-        return len(self._known_blobs)
-
-    def add(self, key: K) -> None:
-        """Add `key` as the last one."""
-        self._known_blobs.pop(key, None)
-        self._known_blobs[key] = None
-        if len(self._known_blobs) > self._most:
-            for old in list(self._known_blobs)[: -self._most]:  # another thread may `clear` meanwhile
-                self._known_blobs.pop(old, None)
-
-    def update(self, keys: Iterable[K]) -> None:
-        """Add `keys` in their order."""
+    def add(self, *keys: K) -> None:
+        """Add `keys`, in their order, as the last ones."""
         for key in keys:
-            self.add(key)
-
-    def clear(self) -> None:
-        """Remove all keys."""
-        self._known_blobs.clear()
+            self.pop(key, None)
+            self[key] = None
+        for old in list(self)[: -self._most]:  # another thread may `clear` meanwhile
+            self.pop(old, None)

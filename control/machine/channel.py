@@ -57,7 +57,7 @@ from .effects import (
 )
 from .engine_registry import AllowedVersions, EngineRecord, EngineRegistry, readiness
 from .membership import Agent, LateGrant, Lease, LeaseHolder, may_acquire, may_use
-from .participants import Participant, PendingCommands, SendToAgents, group_by_command, wave_order
+from .participants import Participant, PendingCommands, SendToAgents, wave_order
 from .round import Round
 from .states import (
     FINISHED,
@@ -122,7 +122,7 @@ class RoundReplies:
         same = (known.done.epoch, known.done.version) == (message.epoch, message.version)
         if same and known.question in ("", question(message)):
             return None
-        return key_reused(message, "Publish")
+        return key_reused(message, Publish)
 
     def remember(self, request: RequestId, round_reply_of: RoundReply) -> None:
         """Keep how the round of `request` ended."""
@@ -489,10 +489,6 @@ class Channel:
         else:
             self._registry.settle(engine, self._settling_epoch(engine), self.committed, now)
 
-    def engine_located(self, name: AgentId, topology: Topology) -> None:
-        """An engine reported its topology: routes use it from the next round on."""
-        self._registry.located(name, topology)
-
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """Take a heartbeat. Returns True if it changed what is known of the engine: its server may have restarted."""
         engine = self.engines.get(name)
@@ -682,7 +678,7 @@ class Channel:
             return ()
         waiting, self._effects = self._effects, []
         effects: list[ChannelEffect] = [each for each in waiting if not isinstance(each, CHANNEL_RECORDS)]
-        effects += group_by_command(due)
+        effects += due
         effects += [each for each in waiting if isinstance(each, CHANNEL_RECORDS)]
         if record:
             effects.append(record)

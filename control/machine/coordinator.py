@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final, NamedTuple, assert_never
-
-import msgspec
 
 from ..protocol import (
     MAX_ANSWER_BYTES,
@@ -100,23 +99,11 @@ from .membership import Agent, LateGrant, Membership, may_join, may_say
 from .participants import SendToAgents
 from .states import YES, Decision, KeyedRequest, Limits, RoundState, Routing, earlier, key_reused, question
 
-
-class _Silent(msgspec.Struct, frozen=True):
-    agent: AgentId
-
-
-class _ChannelTick(msgspec.Struct, frozen=True):
-    channel: ChannelId
-
-
-class _ChannelStop(msgspec.Struct, frozen=True):
-    channel: ChannelId
-
-
 _JOURNAL_ANSWERS: Final = (Persisted, PersistFailed)
 _ENGINE_ANSWERS: Final = (Prepared, Paused, Transferred, Verified, Serving, Failed)
 """Tuples made once: a union inside of a function would be made anew for every message."""
-_Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
+_Work = AnyEvent | partial[Channel | None]
+"""An event, or a call with the time, which returns the channel to flush."""
 
 
 class Coordinator:
@@ -229,13 +216,9 @@ class Coordinator:
                 self._tick(now)
             case StopRequested():
                 self.stopping = True
-                self._queued_work.extend(_ChannelStop(name) for name in self.channels)
-            case _Silent():
-                self._flush(self._give_up_on(work.agent, now), now)
-            case _ChannelTick() | _ChannelStop():
-                channel = self.channels[work.channel]
-                channel.tick(now) if isinstance(work, _ChannelTick) else channel.stop(now)
-                self._flush(channel, now)
+                self._queued_work.extend(partial(_after, channel, channel.stop) for channel in self.channels.values())
+            case partial():
+                self._flush(work(now), now)
             case Persisted() | PersistFailed() | Burst():
                 raise InvariantBroken(f"{type(work).__name__} does not wait in line")
             case _:
@@ -275,8 +258,8 @@ class Coordinator:
             self._to_flush[channel.name] = channel
 
     def _tick(self, now: float) -> None:
-        self._queued_work.extend(_Silent(agent.name) for agent in self.membership.lost(now))
-        self._queued_work.extend(_ChannelTick(name) for name in self.channels)
+        self._queued_work.extend(partial(self._give_up_on, agent.name) for agent in self.membership.lost(now))
+        self._queued_work.extend(partial(_after, channel, channel.tick) for channel in self.channels.values())
         self._journal_writer.tick(now)
 
     def _journal_answered(self, event: Persisted | PersistFailed, now: float) -> None:
@@ -323,7 +306,9 @@ class Coordinator:
         else:
             self._flush(self._welcome(message, event, before, now), now)
 
-    def _take_message(self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float) -> None:
+    def _take_message(  # noqa: C901  # one case per message
+        self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float
+    ) -> None:
         peer = event.peer
         if agent.role is Role.TRAINER:
             self.channels[agent.channel].trainer_heard(agent, now)
@@ -335,7 +320,9 @@ class Coordinator:
             case GetBlob():
                 self._get_blob(agent, message, peer)
             case Topology():
-                self._located(agent, message)
+                agent.topology = message
+                if agent.role is Role.ENGINE and (engine := self.channels[agent.channel].engines.get(agent.name)):
+                    engine.topology = message
                 self._effects.answer(peer, agent.name, message, YES)
             case GetStatus():
                 self._get_status(agent, message, peer, now)
@@ -442,7 +429,7 @@ class Coordinator:
         """Register an agent; `before` is its own earlier registration, if this incarnation is known."""
         peer = event.peer
         if before and before.peer and before.peer != peer:
-            self._effects.evict(before.peer, "came back on another connection")
+            self._effects.add(Evict(peer=before.peer, reason="came back on another connection"))
         agent = self.membership.join(message, peer, now, event.principal)
         if message.channel not in self.channels:
             self.channels[message.channel] = Channel(
@@ -489,12 +476,6 @@ class Coordinator:
         moved = agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now)
         return channel if moved else None
 
-    def _located(self, agent: Agent, message: Topology) -> None:
-        """An agent reported its topology."""
-        agent.topology = message
-        if agent.role is Role.ENGINE:
-            self.channels[agent.channel].engine_located(agent.name, message)
-
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def _disconnected(self, peer: Peer, now: float) -> None:
@@ -525,7 +506,7 @@ class Coordinator:
         """Remove an agent for good, with its lease and its part in a round."""
         self.membership.remove(agent.name)
         if evict and agent.peer:
-            self._effects.evict(agent.peer, reason)
+            self._effects.add(Evict(peer=agent.peer, reason=reason))
         self._effects.observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
         channel = self.channels[agent.channel]
         if agent.role is Role.ENGINE:
@@ -535,12 +516,17 @@ class Coordinator:
         return channel
 
 
+def _after(channel: Channel, do: Callable[[float], None], now: float) -> Channel | None:
+    do(now)
+    return channel
+
+
 MAX_GRANTS: Final = 64
 """Remembered grants. Each describes every engine: a megabyte for a large fleet."""
 
 
 class _Reply(NamedTuple):
-    kind: str
+    kind: type[KeyedRequest]
     question: str
     """Digest of the request: an offer may be long, and thousands are remembered."""
     reply: Ack | Granted
@@ -565,7 +551,7 @@ class ReplyCache:
 
     def remember(self, agent: AgentId, message: KeyedRequest, reply: Ack | Granted) -> None:
         """Keep the reply to `message` of `agent`; the oldest replies are dropped."""
-        self._by_key[agent, message.request] = _Reply(message.kind, question(message), reply)
+        self._by_key[agent, message.request] = _Reply(type(message), question(message), reply)
         if isinstance(reply, Granted):
             self._grants.append((agent, message.request))
             if len(self._grants) > MAX_GRANTS:
@@ -602,32 +588,25 @@ class EffectQueue:
         effects, self._effects, self._open_acknowledge = tuple(self._effects), [], None
         return effects
 
-    def _add(self, effect: AnyEffect) -> None:
+    def add(self, effect: AnyEffect) -> None:
+        """Add any effect but an acknowledgement."""
         self._open_acknowledge = None
         self._effects.append(effect)
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
         """Send to one connection."""
-        self._add(SendTo(peer, message, blob))
+        self.add(SendTo(peer, message, blob))
 
     def tell(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
         """Send the same to any number of connections."""
         if len(peers) > 1:
-            self._add(SendToAll(peers, message))
+            self.add(SendToAll(peers, message))
         elif peers:
-            self._add(SendTo(peers[0], message))
-
-    def evict(self, peer: Peer, reason: str) -> None:
-        """Forget the connection."""
-        self._add(Evict(peer=peer, reason=reason))
-
-    def persist(self, persist: Persist) -> None:
-        """Make a record durable."""
-        self._add(persist)
+            self.add(SendTo(peers[0], message))
 
     def observe(self, what: AnyObservation) -> None:
         """Report an observation to logs and metrics."""
-        self._add(Observe(what))
+        self.add(Observe(what))
 
     def answer(self, peer: Peer, agent: AgentId, message: ToCoordinator, verdict: Decision) -> None:
         """Reply with an `Ack`, or with a refusal and its reason."""
@@ -687,7 +666,7 @@ class JournalWriter:
         self._tokens += 1
         persist = Persist(token=Token(self._tokens), record=record)
         self.writing = (persist, channel)
-        self._out.persist(persist)
+        self._out.add(persist)
 
     def answered(self, event: Persisted | PersistFailed, now: float) -> WriteResult:
         """Take the driver's answer. Raises `IllegalMove` on an unknown token."""

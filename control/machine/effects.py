@@ -198,12 +198,10 @@ AnyRecord = EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotte
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """Root of the reports to logs and metrics. Carries no secrets and changes nothing."""
+    """Root of the reports to logs and metrics. Carries no secrets and changes nothing.
 
-    @property
-    def event(self) -> str:
-        """Name of the log line: part of the interface, so it does not depend on the class name."""
-        return str(self.__struct_config__.tag)
+    The tag is the name of the log line: part of the interface, so it does not depend on the class name.
+    """
 
 
 class AgentJoined(Observation, frozen=True, tag="agent_joined"):

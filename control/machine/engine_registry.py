@@ -229,6 +229,9 @@ class EngineRegistry:
         self._limits = limits
         self._routing = routing
         self._pending_commands = pending_commands
+        self._routed: tuple[tuple[AgentId, TransferEnds], ...] = ()
+        """The fleet for which `_routes` were chosen; the order of its engines counts."""
+        self._routes: Mapping[AgentId, Route] = {}
         self._ready: dict[AgentId, bool] = {}
         self._to_recheck: dict[AgentId, None] = {}
         """Engines whose readiness may differ from the announced one, in the order of the causes."""
@@ -278,18 +281,14 @@ class EngineRegistry:
         among: Container[AgentId] | None = None,
     ) -> Mapping[AgentId, Route]:
         """The route from `trainer`, at `topology`, to each engine that is alive and, if given, in `among`."""
-        return self._routing(
-            {
-                engine.name: TransferEnds(trainer, engine.info, topology, engine.topology, snapshot)
-                for engine in self.engines.values()
-                if engine.alive and (among is None or engine.name in among)
-            }
-        )
-
-    def located(self, name: AgentId, topology: Topology) -> None:
-        """An engine reported its topology."""
-        if engine := self.engines.get(name):
-            engine.topology = topology
+        fleet = {
+            engine.name: TransferEnds(trainer, engine.info, topology, engine.topology, snapshot)
+            for engine in self.engines.values()
+            if engine.alive and (among is None or engine.name in among)
+        }
+        if (asked := tuple(fleet.items())) != self._routed:  # the same fleet takes one version after the other
+            self._routed, self._routes = asked, self._routing(fleet)
+        return self._routes
 
     def holders(self, committed: HeldVersion | None) -> tuple[AgentId, ...]:
         """The engines that are alive and hold the committed version."""

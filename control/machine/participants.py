@@ -633,6 +633,13 @@ def wave_order(before: Sequence[AgentId], present: Iterable[AgentId]) -> tuple[A
 AgentCommand = ToEngine | ToTrainer
 
 
+class SendToAgents(NamedTuple):
+    """Send `message` to the connections of `agents`."""
+
+    agents: tuple[AgentId, ...]
+    message: ToAgent
+
+
 class PendingCommand(msgspec.Struct, eq=False):
     """One command, or two to be carried out in order, that several agents have not acknowledged.
 
@@ -709,8 +716,11 @@ class PendingCommands:
         if pending := self._by_agent.get(agent):
             self.assign_all((agent,), pending.commands, now)
 
-    def due(self, now: float) -> list[tuple[tuple[AgentId, ...], AgentCommand]]:
-        """Commands to send now, the longest due first. The wait before the next time doubles."""
+    def due(self, now: float) -> list[SendToAgents]:
+        """Commands to send now, the longest due first. The wait before the next time doubles.
+
+        One effect for each command. Equal commands of a round are one object, so they are grouped by identity.
+        """
         ready: list[PendingCommand] = []
         while self._timers and self._timers[0][0] <= now:
             ready.append(heapq.heappop(self._timers)[2])
@@ -720,7 +730,11 @@ class PendingCommands:
                 ready.append(pending)
             else:
                 self._schedule(pending)
-        return [told for pending in ready for told in self._take_due(pending, now)]
+        alike: dict[int, tuple[list[AgentId], AgentCommand]] = {}
+        for pending in ready:
+            for command in self._take_due(pending, now):
+                alike.setdefault(id(command), ([], command))[0].extend(pending.agents)
+        return [SendToAgents(tuple(agents), command) for agents, command in alike.values()]
 
     def next_deadline(self) -> float | None:
         """The time at which the next command is due."""
@@ -741,37 +755,18 @@ class PendingCommands:
     def __len__(self) -> int:
         return len(self._by_agent)
 
-    def _take_due(self, pending: PendingCommand, now: float) -> list[tuple[tuple[AgentId, ...], AgentCommand]]:
+    def _take_due(self, pending: PendingCommand, now: float) -> tuple[AgentCommand, ...]:
         of = self._by_agent
         pending.agents = [agent for agent in pending.agents if of.get(agent) is pending]
         if not pending.agents:
-            return []
+            return ()
         pending.due_at, pending.rest = now + pending.wait_s, None
         pending.wait_s = min(pending.wait_s * 2, self._retry_max_s)
         self._schedule(pending)
-        agents = tuple(pending.agents)
-        return [(agents, command) for command in pending.commands]
+        return pending.commands
 
     def _schedule(self, pending: PendingCommand) -> None:
         heapq.heappush(self._timers, (pending.due_at, next(self._sequence), pending))
-
-
-class SendToAgents(msgspec.Struct, frozen=True):
-    """Send `message` to the connections of `agents`."""
-
-    agents: tuple[AgentId, ...]
-    message: ToAgent
-
-
-def group_by_command(due: Iterable[tuple[tuple[AgentId, ...], AgentCommand]]) -> list[SendToAgents]:
-    """One effect for each command, in the order of the first agent told.
-
-    Equal commands of a round are one object (participants.py), so they are grouped by identity.
-    """
-    alike: dict[int, tuple[list[AgentId], AgentCommand]] = {}
-    for agents, command in due:
-        alike.setdefault(id(command), ([], command))[0].extend(agents)
-    return [SendToAgents(tuple(agents), command) for agents, command in alike.values()]
 
 
 class RoundCommands:
@@ -780,13 +775,12 @@ class RoundCommands:
     def __init__(self, publish: Publish, limits: Limits) -> None:
         self._publish = publish
         self._limits = limits
-        self._built: dict[tuple[object, ...], ToEngine] = {}
+        self._built: dict[ToEngine, ToEngine] = {}
 
     def prepare(self, participant: Participant) -> ToEngine:
         """Compare the manifest with the server."""
         return self._once(
-            (Prepare, participant.epoch, participant.transport),
-            lambda: Prepare(
+            Prepare(
                 channel=self._publish.channel,
                 epoch=participant.epoch,
                 version=self._publish.version,
@@ -797,40 +791,34 @@ class RoundCommands:
                 deadline_s=self._limits.prepare_s,
                 publication_signature=self._publish.publication_signature,
                 rollback=self._publish.rollback,
-            ),
+            )
         )
 
     def pause(self, participant: Participant) -> ToEngine:
         """Stop generating."""
         return self._once(
-            (Pause, participant.epoch),
-            lambda: Pause(
+            Pause(
                 channel=self._publish.channel,
                 epoch=participant.epoch,
                 mode=self._publish.policy.pause,
                 lease_s=self._limits.lease_s,
                 deadline_s=self._limits.pause_s,
-            ),
+            )
         )
 
     def send(self, epoch: Epoch, participants: Sequence[Participant]) -> Send:
         """Open the transports for `participants`. Assigns their ranks in a collective group; the trainer has rank 0."""
-        receivers: list[ReceivingEngine] = []
-        rank = 1
+        receivers, rank = list[ReceivingEngine](), 1
         for participant in participants:
             if participant.transport is TransportKind.DISTRIBUTED:
                 participant.rank_offset = rank
                 rank += participant.info.tp
             transport = participant.transport or TransportKind.DISK
             told = not self._publish.table or transport is TransportKind.DISTRIBUTED
-            receiver = ReceivingEngine(
-                engine=participant.name,
-                transport=transport,
-                tp=participant.info.tp,
-                url=participant.info.url,
-                shares=participant.shares_gpu and told,
+            info, shares = participant.info, participant.shares_gpu and told
+            receivers.append(
+                ReceivingEngine(engine=participant.name, transport=transport, tp=info.tp, url=info.url, shares=shares)
             )
-            receivers.append(receiver)
         return Send(
             channel=self._publish.channel,
             epoch=epoch,
@@ -847,8 +835,7 @@ class RoundCommands:
     def transfer(self, participant: Participant, offer: Endpoint) -> ToEngine:
         """Take the tensors."""
         return self._once(
-            (Transfer, participant.epoch, offer.transport, participant.rank_offset),
-            lambda: Transfer(
+            Transfer(
                 channel=self._publish.channel,
                 epoch=participant.epoch,
                 version=self._publish.version,
@@ -857,33 +844,26 @@ class RoundCommands:
                 offer=offer,
                 rank_offset=participant.rank_offset,
                 deadline_s=self._publish.policy.transfer_timeout_s,
-            ),
+            )
         )
 
     def commit(self, participant: Participant, table: Digest) -> ToEngine:
         """The version is durable: serve it."""
         return self._once(
-            (Commit, participant.epoch),
-            lambda: Commit(
+            Commit(
                 channel=self._publish.channel,
                 epoch=participant.epoch,
                 version=self._publish.version,
                 table=table,
                 flush=self._publish.policy.flush,
                 deadline_s=self._limits.resume_s,
-            ),
+            )
         )
 
     def abort(self, participant: Participant, reason: str) -> ToEngine:
         """Stop what the round began."""
         channel, deadline_s = self._publish.channel, self._limits.abort_s
-        return self._once(
-            (Abort, participant.epoch, reason),
-            lambda: Abort(channel=channel, epoch=participant.epoch, reason=reason, deadline_s=deadline_s),
-        )
+        return self._once(Abort(channel=channel, epoch=participant.epoch, reason=reason, deadline_s=deadline_s))
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], ToEngine]) -> ToEngine:
-        known = self._built.get(key)
-        if known is None:
-            known = self._built[key] = make()
-        return known
+    def _once(self, command: ToEngine) -> ToEngine:
+        return self._built.setdefault(command, command)

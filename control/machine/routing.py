@@ -42,27 +42,20 @@ _Name = TypeVar("_Name", bound=str)
 
 
 class Router:
-    """The coordinator's `Routing`, with a cache: the same fleet is routed again for every version."""
+    """The coordinator's `Routing`, which remembers the choice for each engine alone, with the ends it was made for."""
 
     def __init__(self) -> None:
-        self._asked: tuple[tuple[AgentId, TransferEnds], ...] = ()
-        self._routes: Mapping[AgentId, Route] = {}
-        """Routes of the last fleet; the order of its engines counts."""
         self._chosen: dict[AgentId, tuple[TransferEnds, Route]] = {}
-        """Choice for each engine alone, with the ends that it was made for."""
 
     def __call__(self, fleet: Mapping[AgentId, TransferEnds]) -> Mapping[AgentId, Route]:
         """The routes of engines that are served together."""
-        asked = tuple(fleet.items())
-        if asked != self._asked:
-            if len(self._chosen) > _REMEMBERED:
-                self._chosen.clear()
-            for name, ends in asked:
-                known = self._chosen.get(name)
-                if known is None or known[0] != ends:
-                    self._chosen[name] = ends, choose(ends)
-            self._asked, self._routes = asked, without_gpu_conflicts({name: self._chosen[name] for name in fleet})
-        return self._routes
+        if len(self._chosen) > _REMEMBERED:
+            self._chosen.clear()
+        for name, ends in fleet.items():
+            known = self._chosen.get(name)
+            if known is None or known[0] != ends:
+                self._chosen[name] = ends, choose(ends)
+        return without_gpu_conflicts({name: self._chosen[name] for name in fleet})
 
 
 def choose(ends: TransferEnds) -> Route:

@@ -371,7 +371,8 @@ def question(message: KeyedRequest) -> str:
     return hashlib.blake2b(_ENCODE.encode(message), digest_size=16).hexdigest()
 
 
-def key_reused(message: KeyedRequest, before: str) -> Decision:
+def key_reused(message: KeyedRequest, before: type[KeyedRequest]) -> Decision:
     """The refusal of a request whose key was used for another one."""
-    reason = f"key {message.request} was used for another {before}: every request has a key of its own"
+    tag = before.__struct_config__.tag
+    reason = f"key {message.request} was used for another {tag}: every request has a key of its own"
     return Decision(RefusalCode.NOT_ALLOWED, reason)

@@ -46,9 +46,7 @@ class PeerKeyError(ConfigurationError):
     """A CURVE key file that cannot be used."""
 
     def __init__(self, path: Path, problem: str, advice: str) -> None:
-        self.path = path
-        self.problem = problem
-        self.advice = advice
+        self.path, self.problem, self.advice = path, problem, advice
         super().__init__(f"key file {path}: {problem}; {advice}")
 
 
@@ -63,8 +61,7 @@ class WrongProtocol(ProtocolError):
     """The two sides speak different protocol numbers."""
 
     def __init__(self, found: int, expected: int) -> None:
-        self.found = found
-        self.expected = expected
+        self.found, self.expected = found, expected
         older = "the peer" if found < expected else "this side"
         super().__init__(f"peer speaks protocol {found}, this side {expected}: upgrade {older}")
 
@@ -73,9 +70,7 @@ class Oversize(ProtocolError):
     """A frame above its limit."""
 
     def __init__(self, frame: str, found_bytes: int, limit_bytes: int) -> None:
-        self.frame = frame
-        self.found_bytes = found_bytes
-        self.limit_bytes = limit_bytes
+        self.frame, self.found_bytes, self.limit_bytes = frame, found_bytes, limit_bytes
         super().__init__(f"{frame} frame of {found_bytes} bytes, at most {limit_bytes} are allowed")
 
 
@@ -95,8 +90,7 @@ class BlobMismatch(ProtocolError):
     """The pages of a blob do not add up to its digest."""
 
     def __init__(self, found: str, expected: str) -> None:
-        self.found = found
-        self.expected = expected
+        self.found, self.expected = found, expected
         super().__init__(f"pages of blob {expected} hash to {found}: they changed on the way; ask again")
 
 
@@ -107,9 +101,7 @@ class RequestRefused(WeightbusError):
     """The coordinator refused a request, which changed nothing."""
 
     def __init__(self, code: RefusalCode, reason: str, retry_after_s: float = 0.0) -> None:
-        self.code = code
-        self.reason = reason
-        self.retry_after_s = retry_after_s
+        self.code, self.reason, self.retry_after_s = code, reason, retry_after_s
         again = f" (retry after {retry_after_s:g} s)" if retry_after_s else ""
         super().__init__(f"refused ({code.value}): {reason}{again}")
 
@@ -124,10 +116,7 @@ class CoordinatorUnreachable(WeightbusError):
     """No useful answer came in time."""
 
     def __init__(self, endpoint: str, tried_s: float, waiting_for: str, found: str, advice: str = _BUS_ADVICE) -> None:
-        self.endpoint = endpoint
-        self.tried_s = tried_s
-        self.waiting_for = waiting_for
-        self.found = found
+        self.endpoint, self.tried_s, self.waiting_for, self.found = endpoint, tried_s, waiting_for, found
         super().__init__(
             f"coordinator at {endpoint}: no answer to {waiting_for} in {tried_s:.1f} s ({found}). {advice}"
         )
@@ -163,8 +152,7 @@ class BlobCancelled(WeightbusError):
     """The caller cancelled its request for a blob before all pages had arrived."""
 
     def __init__(self, digest: str, pages: int) -> None:
-        self.digest = digest
-        self.pages = pages
+        self.digest, self.pages = digest, pages
         super().__init__(f"blob {digest[:12]} was called off after {pages} of its pages")
 
 
@@ -175,9 +163,7 @@ class JournalError(WeightbusError):
     """The journal cannot be used."""
 
     def __init__(self, path: Path | str, problem: str, advice: str) -> None:
-        self.path = str(path)
-        self.problem = problem
-        self.advice = advice
+        self.path, self.problem, self.advice = str(path), problem, advice
         super().__init__(f"journal {path}: {problem}; {advice}")
 
 
@@ -210,7 +196,5 @@ class IllegalMove(InvariantBroken):
     """An event that the machine's state does not allow. The machine did not change."""
 
     def __init__(self, machine: str, state: str, event: str, trace: Sequence[object] = ()) -> None:
-        self.machine = machine
-        self.state = state
-        self.event = event
+        self.machine, self.state, self.event = machine, state, event
         super().__init__(f"{machine} in state {state} does not take {event}", trace)

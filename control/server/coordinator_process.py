@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 import time
+from functools import partial
 from typing import Final, assert_never
 
 import msgspec
@@ -45,7 +46,7 @@ from ..protocol import Bye, Heartbeat, JournalUnwritable, RefusalCode, Refused, 
 from ..security import keys_folder
 from .event_loop import EventLoop
 from .http_server import HttpPort, Readiness
-from .metrics import Metrics, MetricSource, ObservationReporter, TimedJournal
+from .metrics import JOURNAL_SECONDS, Metrics, MetricSource, ObservationReporter
 from .settings import CoordinatorSettings
 
 STALLED_S: Final = 5.0
@@ -79,8 +80,14 @@ class CoordinatorProcess:
                     reporter.count_connections(bus.connections)
                     reporter.count_throttled(bus.throttled)
 
-            timed = TimedJournal(journal, metrics)
-            self.server = EventLoop(bus, timed, settings.limits(), observe=reporter.observe, keyed=keys is not None)
+            self.server = EventLoop(
+                bus,
+                journal,
+                settings.limits(),
+                observe=reporter.observe,
+                written=partial(metrics.observe, JOURNAL_SECONDS),
+                keyed=keys is not None,
+            )
             self.http = HttpPort(
                 settings.http_bind,
                 settings.http_port,

@@ -86,16 +86,18 @@ class EventLoop:
         limits: Limits,
         *,
         observe: Callable[[AnyObservation], None],
+        written: Callable[[float], None] = lambda _seconds: None,
         clock: Callable[[], float] = time.monotonic,
         keyed: bool = False,
     ) -> None:
-        """`keyed`: agents without a trusted key are refused."""
+        """`written` is told how long each write took; `keyed`: agents without a trusted key are refused."""
         self.machine = Coordinator(
             limits, journal.boot, Router(), journal.restore(), stride=journal.stride, keyed=keyed
         )
         self._bus = bus
         self._journal = journal
         self._observe = observe
+        self._written = written
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
         self._acks = AckBatcher()
@@ -251,6 +253,7 @@ class EventLoop:
             self._events.extend(ConnectionLost(peer=peer) for peer in self._bus.send_to_all(silent, _PROBE))
 
     def _persist(self, effect: Persist) -> None:
+        begun = time.perf_counter()
         try:
             self._journal.write(effect.record)
         except JournalCorrupt:
@@ -260,6 +263,7 @@ class EventLoop:
         except VersionNotNewer as error:
             self._events.appendleft(PersistFailed(token=effect.token, reason=error.problem, again=False))
         else:
+            self._written(time.perf_counter() - begun)
             self._events.appendleft(Persisted(token=effect.token))
 
     def _send_to_all(self, peers: tuple[Peer, ...], message: ToAgent) -> None:

@@ -19,13 +19,11 @@ import msgspec
 import structlog
 from prometheus_client import CollectorRegistry, Counter as PrometheusCounter, Gauge, Histogram, disable_created_metrics
 
-from ..journal import Journal
 from ..log import get_log
 from ..machine import (
     AgentJoined,
     AgentLeft,
     AnyObservation,
-    AnyRecord,
     ChannelView,
     EngineAhead,
     EngineFailed,
@@ -35,7 +33,6 @@ from ..machine import (
     LeaseGranted,
     ReadinessChanged,
     Refusal,
-    Restored,
     RoundEnded,
     RoundReadiness,
     RoundState,
@@ -489,44 +486,7 @@ class ObservationReporter:
 
     def _say(self, level: str, what: AnyObservation) -> None:
         fields = {name: value for name, value in msgspec.structs.asdict(what).items() if value != ""}
-        getattr(self._log, level)(what.event, **msgspec.to_builtins(fields))
-
-
-class TimedJournal:
-    """A journal that measures its write latency."""
-
-    def __init__(self, journal: Journal, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._journal = journal
-        self._metrics = metrics
-        self._clock = clock
-
-    @property
-    def boot(self) -> int:
-        """The wrapped journal's."""
-        return self._journal.boot
-
-    @property
-    def stride(self) -> int:
-        """The wrapped journal's."""
-        return self._journal.stride
-
-    def confirm(self) -> None:
-        """Forwarded to the wrapped journal."""
-        self._journal.confirm()
-
-    def write(self, record: AnyRecord) -> None:
-        """Make `record` durable."""
-        begun = self._clock()
-        self._journal.write(record)
-        self._metrics.observe(JOURNAL_SECONDS, self._clock() - begun)
-
-    def restore(self) -> Mapping[Channel, Restored]:
-        """Every channel as last written."""
-        return self._journal.restore()
-
-    def close(self) -> None:
-        """Close the wrapped journal."""
-        self._journal.close()
+        getattr(self._log, level)(str(what.__struct_config__.tag), **msgspec.to_builtins(fields))
 
 
 def _waiting(channel: ChannelView) -> int:

@@ -699,7 +699,7 @@ def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypa
 def test_a_bounded_set_keeps_the_last_ones() -> None:
     """However many were added; a key that is added again is one of the last."""
     known = BoundedSet[int](3)
-    known.update((1, 2, 3))
+    known.add(1, 2, 3)
     known.add(1)
     known.add(4)
     assert [each in known for each in (1, 2, 3, 4)] == [True, False, True, True]

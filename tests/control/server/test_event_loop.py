@@ -51,7 +51,6 @@ from weightbus.control.protocol.messages import (
 )
 from weightbus.control.server import event_loop as module
 from weightbus.control.server.event_loop import BATCH_RATE, BATCH_S, SETTLE_S, EventLoop
-from weightbus.control.server.metrics import Metrics, MetricSource, TimedJournal
 
 from ..memory_bus import MemoryBus
 from ..world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
@@ -372,7 +371,7 @@ def test_a_leader_whose_time_is_over_looks_at_nothing_that_came_in() -> None:
     term = Term(store, "p/leader", token=1, lease=1, ttl_s=3600.0, granted_at=0.0, clock=lambda: now[0])
     observed: list[AnyObservation] = []
     bus = MemoryBus()
-    journal = TimedJournal(EtcdJournal(store, "p", term), Metrics(MetricSource.COORDINATOR))
+    journal = EtcdJournal(store, "p", term)
     server = EventLoop(bus, journal, LIMITS, observe=observed.append)
     link = bus.link()
     link.open()
