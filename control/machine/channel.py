@@ -480,7 +480,7 @@ class Channel:
         """An engine said `Hello`: repeat the command of its round, or settle what it does outside of one."""
         known = self.engines.get(agent.name)
         if known and known.incarnation != agent.incarnation and self.round:
-            self.round.lost(agent.name, f"restarted as {agent.incarnation}")
+            self.round.participants.lost(agent.name, f"restarted as {agent.incarnation}")
         engine = self._registry.joined(agent)
         engine.note_memory(self.committed, released=engine.info.memory_released)
         participant = self.round.participants.by_name.get(agent.name) if self.round else None
@@ -536,7 +536,7 @@ class Channel:
         participant = self.round.participants.by_name.get(engine.name) if self.round else None
         ignoring = participant is not None and participant.epoch < engine.seen_epoch and self._takes_part(engine.name)
         if ignoring and participant is not None and self.round:
-            self.round.lost(engine.name, f"it {ahead(engine.seen_epoch, participant.epoch)}")
+            self.round.participants.lost(engine.name, f"it {ahead(engine.seen_epoch, participant.epoch)}")
         unheard = self.epoch >= engine.seen_epoch > max(engine.last_epoch, engine.settled_epoch)
         if engine.alive and unheard and not self._takes_part(engine.name):
             self._registry.settle(engine, self._settling_epoch(engine), self.committed, now)
@@ -547,7 +547,7 @@ class Channel:
         """An engine fell silent, said `Bye`, or was replaced by another incarnation."""
         self._registry.lost(name, reason, now)
         if self.round:
-            self.round.lost(name, reason)
+            self.round.participants.lost(name, reason)
         self._pending_commands.drop(name)
 
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Decision:
@@ -560,7 +560,7 @@ class Channel:
             return self._take_late_answer(engine, message)
         if epoch != participant.epoch:
             return Decision(RefusalCode.STALE_EPOCH, f"found epoch {epoch}, expected {participant.epoch}")
-        round_.answered(participant, message, now)
+        round_.participants.answered(participant, message, now)
         if engine.absorb(message, participant, self.allowed_versions.committed):
             self._registry.recheck(name)
         engine.last_epoch, engine.unacknowledged = epoch, False
@@ -572,7 +572,9 @@ class Channel:
         if isinstance(message, Send) and round_ is not None and message.epoch == round_.epoch:
             round_.abandon(told, now)
         elif isinstance(message, ToEngine) and self._takes_part(name) and round_ is not None:
-            round_.unsent(round_.participants.by_name[name], message.epoch, told, now)
+            participant = round_.participants.by_name[name]
+            if message.epoch == participant.epoch:
+                round_.participants.unsent(participant, told, now)
         elif self._pending_commands.get(name) is message:
             self._registry.unsent(name, told)
 
@@ -667,7 +669,7 @@ class Channel:
         writing = any(isinstance(each, CHANNEL_RECORDS) for each in self._effects)  # the round decides after that write
         record = round_.decide(Epoch(self.epoch + 1), now) if round_ and not writing else None
         if round_:
-            self._registry.recheck_many(round_.take_phase_changes())
+            self._registry.recheck_many(round_.participants.take_phase_changes())
         before, self._judged_against = self._judged_against, (round_, allowed)
         if (before[0] is not None and before[0] is not round_) or before[1] is not allowed:
             self._registry.recheck_all()  # not when a round begins: that alone changes no engine's readiness

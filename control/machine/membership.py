@@ -16,20 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 
 from ..protocol import (
     PROTOCOL,
-    Abandon,
     Acquire,
     AgentId,
     Bye,
     Channel,
     EngineInfo,
+    EngineMessage,
     Epoch,
-    Failed,
     GetBlob,
     GetStatus,
     Granted,
@@ -38,21 +37,12 @@ from ..protocol import (
     Hello,
     Incarnation,
     InvariantBroken,
-    Offered,
-    Paused,
-    Prepared,
-    Publish,
-    PutBlob,
     RefusalCode,
-    Release,
     Role,
-    Sent,
-    Serving,
     ToCoordinator,
     Topology,
     TrainerInfo,
-    Transferred,
-    Verified,
+    TrainerMessage,
     Version,
 )
 from .effects import EpochTaken, LeaseEnded, LeaseGranted, Peer, Principal
@@ -256,29 +246,11 @@ def _server(engine: EngineInfo | None) -> str:
     return engine.url.rstrip("/").lower() if engine else ""
 
 
-_ANY: Final = frozenset(Role)
-_TRAINER: Final = frozenset({Role.TRAINER})
-_ENGINE: Final = frozenset({Role.ENGINE})
 ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
-    Hello: _ANY,
-    Heartbeat: _ANY,
-    Topology: frozenset({Role.TRAINER, Role.ENGINE}),
-    Bye: _ANY,
-    GetBlob: frozenset({Role.TRAINER, Role.ENGINE}),
-    GetStatus: _ANY,
-    Acquire: _TRAINER,
-    Release: _TRAINER,
-    PutBlob: _TRAINER,
-    Publish: _TRAINER,
-    Offered: _TRAINER,
-    Sent: _TRAINER,
-    Abandon: _TRAINER,
-    Prepared: _ENGINE,
-    Paused: _ENGINE,
-    Transferred: _ENGINE,
-    Verified: _ENGINE,
-    Serving: _ENGINE,
-    Failed: _ENGINE,
+    **dict.fromkeys((Hello, Heartbeat, Bye, GetStatus), frozenset(Role)),
+    **dict.fromkeys((Topology, GetBlob), frozenset({Role.TRAINER, Role.ENGINE})),
+    **dict.fromkeys(get_args(TrainerMessage), frozenset({Role.TRAINER})),
+    **dict.fromkeys(get_args(EngineMessage), frozenset({Role.ENGINE})),
 }
 """The roles that may send each message. A message type without a row fails a test."""
 

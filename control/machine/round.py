@@ -12,7 +12,7 @@ forward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from ..protocol import (
@@ -21,7 +21,6 @@ from ..protocol import (
     Digest,
     Endpoint,
     EngineInfo,
-    EngineMessage,
     Epoch,
     HeldVersion,
     Outcome,
@@ -37,7 +36,6 @@ from .participants import (
     STILL_SERVING,
     TRANSFER_PENDING,
     FleetAtStart,
-    Participant,
     Participants,
     PendingCommands,
 )
@@ -124,10 +122,6 @@ class Round:
         self._enter(RoundState.PREPARING, now, self._limits.prepare_s + self._limits.grace_s)
         self.participants.prepare(now)
 
-    def answered(self, participant: Participant, message: EngineMessage, now: float) -> None:
-        """A participant answered a command of its current epoch. A late answer changes nothing."""
-        self.participants.answered(participant, message, now)
-
     def offered(self, epoch: Epoch, offers: tuple[Endpoint, ...], failed: Mapping[str, str], now: float) -> None:
         """The trainer has opened its half of the transports; `failed` has the engines without an offer, and why."""
         if self.state is not RoundState.OFFERING or epoch != self.epoch:
@@ -147,15 +141,6 @@ class Round:
             self.participants.set_table(table)
         self._transfer_over()
         self.participants.mark_suspect(failed, spared, now)
-
-    def lost(self, name: AgentId, reason: str) -> None:
-        """An engine is gone, or was replaced by another incarnation: the round no longer waits for it."""
-        self.participants.lost(name, reason)
-
-    def unsent(self, participant: Participant, epoch: Epoch, reason: str, now: float) -> None:
-        """A command of `epoch` to this participant cannot be encoded for the wire."""
-        if epoch == participant.epoch:
-            self.participants.unsent(participant, reason, now)
 
     def trainer_lost(self, reason: str, now: float) -> None:
         """The lease has ended. The round aborts unless the trainer, or every engine, reported a complete transfer."""
@@ -223,10 +208,6 @@ class Round:
         """The time at which `tick` is due."""
         of_suspects = self.participants.next_deadline()
         return self._deadline if of_suspects is None else min(self._deadline, of_suspects)
-
-    def take_phase_changes(self) -> Iterable[AgentId]:
-        """Engines whose phase has changed since the last call, and with it perhaps their readiness."""
-        return self.participants.take_phase_changes()
 
     def age_s(self, now: float) -> float:
         """Seconds since the round began."""

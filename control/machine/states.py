@@ -91,57 +91,46 @@ class EnginePhase(enum.StrEnum):
     """It stopped answering."""
 
 
+_R, _E = RoundState, EnginePhase
+
 ROUND_MOVES: Final[Mapping[RoundState, frozenset[RoundState]]] = {
-    RoundState.IDLE: frozenset({RoundState.PREPARING}),
-    RoundState.PREPARING: frozenset(
-        {RoundState.OFFERING, RoundState.COMMITTING, RoundState.RESUMING, RoundState.ABORTING}
-    ),
-    RoundState.OFFERING: frozenset(
-        {RoundState.PAUSING, RoundState.COMMITTING, RoundState.RESUMING, RoundState.ABORTING}
-    ),
-    RoundState.PAUSING: frozenset(
-        {RoundState.TRANSFERRING, RoundState.VERIFYING, RoundState.RESUMING, RoundState.ABORTING}
-    ),
-    RoundState.TRANSFERRING: frozenset({RoundState.VERIFYING, RoundState.RESUMING, RoundState.ABORTING}),
-    RoundState.VERIFYING: frozenset(
-        {RoundState.OFFERING, RoundState.COMMITTING, RoundState.RESUMING, RoundState.ABORTING}
-    ),
-    RoundState.COMMITTING: frozenset({RoundState.RESUMING, RoundState.ABORTING}),
-    RoundState.RESUMING: frozenset({RoundState.IDLE, RoundState.OFFERING}),
-    RoundState.ABORTING: frozenset({RoundState.IDLE}),
+    _R.IDLE: frozenset({_R.PREPARING}),
+    _R.PREPARING: frozenset({_R.OFFERING, _R.COMMITTING, _R.RESUMING, _R.ABORTING}),
+    _R.OFFERING: frozenset({_R.PAUSING, _R.COMMITTING, _R.RESUMING, _R.ABORTING}),
+    _R.PAUSING: frozenset({_R.TRANSFERRING, _R.VERIFYING, _R.RESUMING, _R.ABORTING}),
+    _R.TRANSFERRING: frozenset({_R.VERIFYING, _R.RESUMING, _R.ABORTING}),
+    _R.VERIFYING: frozenset({_R.OFFERING, _R.COMMITTING, _R.RESUMING, _R.ABORTING}),
+    _R.COMMITTING: frozenset({_R.RESUMING, _R.ABORTING}),
+    _R.RESUMING: frozenset({_R.IDLE, _R.OFFERING}),
+    _R.ABORTING: frozenset({_R.IDLE}),
 }
 """PREPARING -> COMMITTING: a channel without engines. VERIFYING -> OFFERING: a retry. OFFERING -> COMMITTING: a retry
 that could not begin. PAUSING -> VERIFYING: the trainer was lost during a retry. RESUMING -> OFFERING: the next wave of
 a rolling round. If the version is durable already, in a later wave or a resync, RESUMING follows once there is no more
 to wait for. No move leads from RESUMING to ABORTING: a durable version only goes forward."""
 
-BEFORE_COMMIT: Final = frozenset(RoundState) - {
-    RoundState.IDLE,
-    RoundState.COMMITTING,
-    RoundState.RESUMING,
-    RoundState.ABORTING,
-}
+BEFORE_COMMIT: Final = frozenset(RoundState) - {_R.IDLE, _R.COMMITTING, _R.RESUMING, _R.ABORTING}
 TIMED_AS: Final[Mapping[RoundState, str]] = {
-    RoundState.PREPARING: "prepare",
-    RoundState.OFFERING: "offer",
-    RoundState.PAUSING: "pause",
-    RoundState.TRANSFERRING: "transfer",
-    RoundState.VERIFYING: "verify",
-    RoundState.COMMITTING: "commit",
-    RoundState.RESUMING: "resume",
-    RoundState.ABORTING: "abort",
+    _R.PREPARING: "prepare",
+    _R.OFFERING: "offer",
+    _R.PAUSING: "pause",
+    _R.TRANSFERRING: "transfer",
+    _R.VERIFYING: "verify",
+    _R.COMMITTING: "commit",
+    _R.RESUMING: "resume",
+    _R.ABORTING: "abort",
 }
 """Name of each state in `RoundDone.seconds`."""
 
-SENDING: Final = frozenset({RoundState.PAUSING, RoundState.TRANSFERRING})
+SENDING: Final = frozenset({_R.PAUSING, _R.TRANSFERRING})
 """States in which the trainer's half is open and engines receive from it."""
 
 BARRIER_PHASES: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
-    RoundState.PREPARING: (EnginePhase.PREPARED,),
-    RoundState.PAUSING: (EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED),
-    RoundState.TRANSFERRING: (EnginePhase.VERIFIED,),
-    RoundState.VERIFYING: (EnginePhase.VERIFIED,),
-    RoundState.RESUMING: (EnginePhase.SERVING,),
+    _R.PREPARING: (_E.PREPARED,),
+    _R.PAUSING: (_E.PAUSED, _E.TRANSFERRING, _E.TRANSFERRED, _E.VERIFIED),
+    _R.TRANSFERRING: (_E.VERIFIED,),
+    _R.VERIFYING: (_E.VERIFIED,),
+    _R.RESUMING: (_E.SERVING,),
 }
 """Phases that have reached the barrier of each state that waits for engines.
 
@@ -149,43 +138,23 @@ BARRIER_PHASES: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
 """
 
 ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
-    EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED, EnginePhase.LEAVING, EnginePhase.LOST}),
-    EnginePhase.PREPARED: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),
-    EnginePhase.PAUSING: frozenset(
-        {
-            EnginePhase.PAUSED,
-            EnginePhase.TRANSFERRING,
-            EnginePhase.BROKEN,
-            EnginePhase.LEAVING,
-            EnginePhase.LOST,
-        }
-    ),
-    EnginePhase.PAUSED: frozenset(
-        {EnginePhase.TRANSFERRING, EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST}
-    ),
-    EnginePhase.TRANSFERRING: frozenset(
-        {
-            EnginePhase.TRANSFERRED,
-            EnginePhase.VERIFIED,
-            EnginePhase.BROKEN,
-            EnginePhase.LEAVING,
-            EnginePhase.LOST,
-        }
-    ),
-    EnginePhase.TRANSFERRED: frozenset(
-        {EnginePhase.VERIFIED, EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST}
-    ),
-    EnginePhase.VERIFIED: frozenset({EnginePhase.RESUMING, EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST}),
-    EnginePhase.BROKEN: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),
-    EnginePhase.RESUMING: frozenset({EnginePhase.SERVING, EnginePhase.QUARANTINED, EnginePhase.LOST}),
-    EnginePhase.LEAVING: frozenset({EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST}),
-    EnginePhase.SERVING: frozenset(),
-    EnginePhase.LEFT: frozenset(),
-    EnginePhase.QUARANTINED: frozenset(),
-    EnginePhase.LOST: frozenset(),
+    _E.PREPARING: frozenset({_E.PREPARED, _E.LEAVING, _E.LOST}),
+    _E.PREPARED: frozenset({_E.PAUSING, _E.LEAVING, _E.LOST}),
+    _E.PAUSING: frozenset({_E.PAUSED, _E.TRANSFERRING, _E.BROKEN, _E.LEAVING, _E.LOST}),
+    _E.PAUSED: frozenset({_E.TRANSFERRING, _E.BROKEN, _E.LEAVING, _E.LOST}),
+    _E.TRANSFERRING: frozenset({_E.TRANSFERRED, _E.VERIFIED, _E.BROKEN, _E.LEAVING, _E.LOST}),
+    _E.TRANSFERRED: frozenset({_E.VERIFIED, _E.BROKEN, _E.LEAVING, _E.LOST}),
+    _E.VERIFIED: frozenset({_E.RESUMING, _E.BROKEN, _E.LEAVING, _E.LOST}),
+    _E.BROKEN: frozenset({_E.PAUSING, _E.LEAVING, _E.LOST}),
+    _E.RESUMING: frozenset({_E.SERVING, _E.QUARANTINED, _E.LOST}),
+    _E.LEAVING: frozenset({_E.LEFT, _E.QUARANTINED, _E.LOST}),
+    _E.SERVING: frozenset(),
+    _E.LEFT: frozenset(),
+    _E.QUARANTINED: frozenset(),
+    _E.LOST: frozenset(),
 }
 
-FINISHED: Final = frozenset({EnginePhase.SERVING, EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST})
+FINISHED: Final = frozenset({_E.SERVING, _E.LEFT, _E.QUARANTINED, _E.LOST})
 """Final phases: the round does not wait for an engine in one of them."""
 
 _State = TypeVar("_State", bound=enum.StrEnum)
@@ -212,9 +181,7 @@ def diagram(table: Mapping[_State, frozenset[_State]]) -> str:
     return "\n".join(lines)
 
 
-GENERATING: Final = frozenset(
-    {None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT}
-)
+GENERATING: Final = frozenset({None, _E.PREPARING, _E.PREPARED, _E.SERVING, _E.LEFT})
 
 
 WATCHDOG_S: Final = 8.0

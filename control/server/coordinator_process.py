@@ -77,8 +77,7 @@ class CoordinatorProcess:
                 view = self.server.status
                 with showing:
                     reporter.show(view)
-                    reporter.count_connections(bus.connections)
-                    reporter.count_throttled(bus.throttled)
+                    reporter.count(bus.connections, bus.throttled)
 
             self.server = EventLoop(
                 bus,
@@ -322,8 +321,7 @@ class StandbyServer:
                 assert_never(received)
 
     def _count(self) -> None:
-        self._reporter.count_connections(self._bus.connections)
-        self._reporter.count_throttled(self._bus.throttled)
+        self._reporter.count(self._bus.connections, self._bus.throttled)
 
     def _refusal(self, message: ToCoordinator) -> Refused:
         request = HEARTBEAT_KEY if isinstance(message, Heartbeat | Bye) else message.request

@@ -177,11 +177,17 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._side = side
         self._shown: dict[str, frozenset[tuple[str, ...]]] = {}
-        self._gauges = {m.name: self._gauge(m) for m in METRICS if m.side is side and m.kind is MetricKind.GAUGE}
-        self._counters = {m.name: self._counter(m) for m in METRICS if m.side is side and m.kind is MetricKind.COUNTER}
-        self._histograms = {
-            m.name: self._histogram(m) for m in METRICS if m.side is side and m.kind is MetricKind.HISTOGRAM
-        }
+        self._gauges, self._counters = dict[str, Gauge](), dict[str, PrometheusCounter]()
+        self._histograms: dict[str, Histogram] = {}
+        for m in (metric for metric in METRICS if metric.side is side):
+            declared = m.name, m.help, m.labels
+            match m.kind:
+                case MetricKind.GAUGE:
+                    self._gauges[m.name] = Gauge(*declared, registry=self.registry)
+                case MetricKind.COUNTER:
+                    self._counters[m.name] = PrometheusCounter(*declared, registry=self.registry)
+                case MetricKind.HISTOGRAM:
+                    self._histograms[m.name] = Histogram(*declared, registry=self.registry, buckets=_SECONDS)
 
     def set(self, metric: MetricSpec, value: float, **labels: str) -> None:
         """Set a gauge."""
@@ -216,15 +222,6 @@ class Metrics:
         for labels in self._shown.get(metric.name, frozenset()) - values.keys():
             gauge.remove(*labels)
         self._shown[metric.name] = frozenset(values)
-
-    def _gauge(self, metric: MetricSpec) -> Gauge:
-        return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
-
-    def _counter(self, metric: MetricSpec) -> PrometheusCounter:
-        return PrometheusCounter(metric.name, metric.help, metric.labels, registry=self.registry)
-
-    def _histogram(self, metric: MetricSpec) -> Histogram:
-        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=_SECONDS)
 
     def _misused(self, metric: MetricSpec, used_as: MetricKind) -> Never:
         raise InvariantBroken(
@@ -390,15 +387,12 @@ class ObservationReporter:
             case _:
                 assert_never(what)
 
-    def count_connections(self, so_far: Mapping[str, int]) -> None:
-        """Raise the connection counters to the bus's counts `so_far`, by event."""
-        for event, count in so_far.items():
+    def count(self, connections: Mapping[str, int], throttled: Mapping[AgentId, int]) -> None:
+        """Raise the counters to the bus's counts so far: connections by event, throttled messages by agent."""
+        for event, count in connections.items():
             self._metrics.add(CONNECTIONS, count - self._connections[event], event=event)
             self._connections[event] = count
-
-    def count_throttled(self, so_far: Mapping[AgentId, int]) -> None:
-        """Raise the counters of throttled messages to the bus's counts `so_far`, by agent."""
-        for agent, count in list(so_far.items()):
+        for agent, count in list(throttled.items()):
             self._metrics.add(THROTTLED, count - self._throttled[agent], agent=agent)
             self._throttled[agent] = count
 

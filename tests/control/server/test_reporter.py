@@ -51,7 +51,7 @@ def test_connections_are_counted_as_the_bus_counts_them() -> None:
     metrics = Metrics(MetricSource.COORDINATOR)
     reporter = ObservationReporter(metrics)
     for accepted in (0, 3, 3, 10):
-        reporter.count_connections({"accepted": accepted, "refused": accepted // 2})
+        reporter.count({"accepted": accepted, "refused": accepted // 2}, {})
     value = metrics.registry.get_sample_value
     assert value("weightbus_connections_total", {"event": "accepted"}) == 10
     assert value("weightbus_connections_total", {"event": "refused"}) == 5
