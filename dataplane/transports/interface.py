@@ -208,7 +208,7 @@ class EngineServer(Protocol):
     def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
         """See to it that the server leaves these groups if this process ends or, while they are `used`, stands still.
 
-        They take the place of those that were named before; False where the server may have left those. Never raises.
+        They take the place of the groups named before; False where the server may have left these. Never raises.
         """
         ...
 

@@ -1,10 +1,22 @@
-"""One exchange with the workers of a server: from its call of our loader to the proof of what they hold.
+"""One exchange of an in-place transport (direct, sends): from the call of our loader to the proof of the weights.
 
-Direct and sends share it. It has the server call our loader in every worker, leads the workers that then connect
-(worker_exchange.py), has them record their loader and install plans where something is new, and compares what they
-report with the digest table. How bytes come to the workers is the transport's own, between `agree` and `prove`.
+It has the server call our loader in every worker, leads the workers that then connect (worker_exchange.py), has them
+record their loader and install plans where something is new, and compares what they report with the digest table. How
+bytes come to the workers is the transport's own, between `agree` and `prove`. Load traces, plans and the trainer's
+layout are kept from round to round; `Prerecording` makes traces before the first one.
 
-Load traces, plans and the trainer's layout are kept from round to round.
+    receiver                     sender        (direct; sends: sends/messages.py)
+      Hello  ------------------->
+             <-------------------  Welcome | Refused
+      GiveLayout --------------->                       (only when the layout is new)
+             <-------------------  Layout
+      Propose ------------------>                       (only when the plan is new)
+             <-------------------  Agreed
+      GiveTable ---------------->                       (only where the digest table follows)
+             <-------------------  Table                 as soon as it is known
+      Finished | Failed -------->
+
+Each side says only what the other has asked for, but for Failed: a receiver that copies reads nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -243,8 +255,8 @@ class Attempt:
             RECEIVER.say(self.connection, Failed(reason=reason[:2048], less=less), Deadline(1.0))
 
 
-class ReceiveThreads(Protocol):
-    """Threads of the workers that receive what is sent to them, where a transport has such."""
+class WorkerMonitor(Protocol):
+    """What is known of the workers besides what they say over their exchange."""
 
     @property
     def dead(self) -> int | None:
@@ -265,12 +277,17 @@ class PlanExchange:
     """Of one engine; outlives rounds. Used from one thread, but for `close` and `shutdown`."""
 
     def __init__(
-        self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, threads: ReceiveThreads | None = None
+        self,
+        runtime_dir: Path,
+        ahead: PrerecordedTraces | None = None,
+        monitor: WorkerMonitor | None = None,
+        *,
+        sent: bool = False,
     ) -> None:
-        """`ahead` has the load traces from before any version; `threads` where the workers are sent what they take."""
+        """`ahead` has the load traces from before any version; with `sent` the workers receive what they take."""
         self._runtime_dir = runtime_dir
         self._ahead = ahead if ahead is not None else PrerecordedTraces()
-        self._threads = threads
+        self._monitor, self._sent = monitor, sent
         self._listener: FrameListener | None = None
         self._caller: ThreadPoolExecutor | None = None
         self._call: Future[None] | None = None
@@ -328,13 +345,13 @@ class PlanExchange:
             yield
         except Exception as error:
             dead = self.workers.dead
-            if dead is None and self._threads is not None:
-                dead = self._threads.dead
+            if dead is None and self._monitor is not None:
+                dead = self._monitor.dead
             self.workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             listener.close()
             if dead is not None:
                 raise WorkerDied(dead) from error
-            stalled = self._threads is not None and self._threads.stalled
+            stalled = self._monitor is not None and self._monitor.stalled
             with self.timed("return"):
                 self.answered(0.0 if stalled else min(deadline.left(), RETURN_S))
             raise
@@ -342,8 +359,8 @@ class PlanExchange:
 
     def pulse(self) -> None:
         """Called often while workers are waited for. Raises `TransferFailed` where that is in vain."""
-        if self._threads is not None:
-            self._threads.pulse()
+        if self._monitor is not None:
+            self._monitor.pulse()
 
     def gather(self, server: EngineServer, model: int, deadline: Deadline) -> bool:
         """Wait for the workers, each with the same model. False where the server has no more models."""
@@ -408,8 +425,9 @@ class PlanExchange:
         self.traces = {
             digest: trace for digest, trace in {**self.traces, **made}.items() if digest in in_use.union(recordings)
         }
-        sent = self._threads is not None
-        readers = tuple(msgspec.structs.replace(each, sent_to=True) if sent else each for each in self.workers.readers)
+        readers = self.workers.readers
+        if self._sent:
+            readers = tuple(msgspec.structs.replace(each, sent_to=True) for each in readers)
         self.devices = tuple([reader.device for reader in readers])
         known = self.agreements.get(model)
         if known is not None and (known.layout, known.recordings, known.readers) == (
@@ -434,7 +452,7 @@ class PlanExchange:
     def install(self, attempt: Attempt, agreement: Agreement, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Give every worker the plan that it has not got yet; they bind them while `meanwhile` runs here."""
         plans = agreement.plans
-        if self._threads is not None:  # they receive, and copy nothing by themselves
+        if self._sent:  # they receive, and copy nothing by themselves
             plans = tuple(replace(plan, copies=CopyTable.empty(), staging=CopyTable.empty()) for plan in plans)
         with self.timed("adopt"):
             new = self.workers.ask_to_adopt(agreement.digests, plans, agreement.proof.ranks, attempt.deadline)
@@ -501,11 +519,8 @@ class PlanExchange:
 class PlanReceiver:
     """The part that receivers of in-place transports have in common. Implements `Returning`, `Timed` and `Sized`."""
 
-    def __init__(
-        self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, threads: ReceiveThreads | None = None
-    ) -> None:
-        """See `PlanExchange`."""
-        self._exchange = PlanExchange(runtime_dir, ahead, threads)
+    def __init__(self, exchange: PlanExchange) -> None:
+        self._exchange = exchange
         self.touched = False
 
     @property
@@ -567,12 +582,12 @@ class Prerecording:
     """An exchange before any version, in which the workers record their loader and no weights move.
 
     A worker keeps its load trace, for a version of exactly these tensors by any transport. `close` may be called from
-    another thread, and ends it. Implements `ReceiveThreads`: no thread receives, and waits end as it says.
+    another thread, and ends it. Implements `WorkerMonitor`: no thread receives, and waits end as it says.
     """
 
     def __init__(self, runtime_dir: Path, *, sent: bool = False, ahead: PrerecordedTraces | None = None) -> None:
         """`sent`: versions may be sent to the workers. What is worked out is kept in `ahead`."""
-        self._exchange = PlanExchange(runtime_dir, threads=self)
+        self._exchange = PlanExchange(runtime_dir, monitor=self)
         self._ahead = ahead if ahead is not None else PrerecordedTraces()
         self._sent = sent
         self.unproven = ""

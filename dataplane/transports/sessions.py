@@ -152,7 +152,7 @@ class SocketSender(SenderState, ABC, Generic[C]):
         return Address(os.fspath(path))
 
     def _wait(self, deadline_s: float, pending: Callable[[C], bool], reproach: str) -> None:
-        """Serve connections until no peer is `pending`; drop those that are at the deadline, with the `reproach`."""
+        """Serve connections until no peer is `pending`; drop pending ones at the deadline, with the `reproach`."""
         deadline = Deadline(deadline_s)
         self._pump(0.0)
         while late := [peer for peer in self._peers.values() if pending(peer)]:

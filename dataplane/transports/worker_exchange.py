@@ -1,7 +1,30 @@
-"""The workers of one server, led through one exchange for one of its models: the sidecar's end of worker_exchange.py.
+"""What a sidecar and its server's workers say to each other while schedulers are held, and the sidecar's end of it.
 
-What is recorded, planned and proven is plan_exchange.py's; here it is said to all workers, and their answers are
-heard, all of them before anything is concluded.
+One exchange for each round: every worker connects to the sidecar's socket when the server calls our loader, and returns
+from the call at `Done`. Only what a worker does not know yet is sent: a steady round is Hello, Replay, Replayed, Done.
+Names are the tags on the wire. A word is said to all workers, and all are heard before anything is concluded.
+
+    worker                       sidecar
+      Hello  ------------------->
+             <-------------------  Record      (only when layout or server are new)
+      Recorded ----------------->
+             <-------------------  Prove       (ahead of any version, and never again)
+      Adopted ------------------>
+             <-------------------  Adopt       (only when plan or exports are new)
+      Adopted ------------------>
+             <-------------------  Replay
+      Replayed ----------------->
+             <-------------------  Done
+
+Where weights are sent, `Form` may come first, and `Expect` follows `Adopt`; the worker answers on a connection of a
+thread of its own, which stays open between rounds and hears `Take`. Then `Flip` stands for `Replay`.
+
+    worker's thread              sidecar
+      Expecting ---------------->
+             <-------------------  Weigh       (may it be taken while the server generates?)
+      Room --------------------->
+             <-------------------  Take
+      Taken -------------------->
 """
 
 from __future__ import annotations
@@ -19,6 +42,7 @@ from ..processes import Deadline, FrameListener, Frames, WireEnd, WireMessage, f
 from ..reshard import LoadTrace, PlanReader, RankVerification, ReshardPlan, SendSchedule, verifiable_trace
 from ..tensors import TensorSpec
 from .interface import Exporting, Group
+from .sessions import reason_of
 
 
 class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
@@ -237,7 +261,7 @@ class _Worker:
 
 
 class Workers:
-    """In the order of their ranks, once they have come."""
+    """The workers of one server in the order of their ranks, once they have come, with one of its models."""
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
@@ -318,7 +342,7 @@ class Workers:
             if isinstance(reply, Failed) and reply.unrecordable:
                 raise NotTraceable(f"worker {worker.hello.rank}: {reply.reason}")
             if not isinstance(reply, TraceRecorded):
-                raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
+                raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {reason_of(reply)}")
             recording = verifiable_trace(LoadTrace.decode(reply.recording, tensors))
             digest = recording.digest()
             made[digest] = recording
@@ -348,7 +372,7 @@ class Workers:
         self._taken([self._workers[number] for number in new], "plan", deadline)
 
     def form(self, group: Group, deadline: Deadline) -> bool:
-        """Have all begin to join `group`, as its rank and those that follow; not where a thread may take something."""
+        """Have all begin to join `group`, from its rank on; not where a thread may take something."""
         if any(worker.hello.schedule for worker in self._workers):
             return False
         for at, worker in enumerate(self._workers):
@@ -414,7 +438,7 @@ class Workers:
         replies = [SIDECAR.hear(worker.frames, deadline, waiting_for) for worker, waiting_for in told]
         for worker, reply in zip(workers, replies, strict=True):
             if not isinstance(reply, PlanInstalled):
-                raise TransferFailed(f"worker {worker.hello.rank} did not take its {what}: {_said(reply)}")
+                raise TransferFailed(f"worker {worker.hello.rank} did not take its {what}: {reason_of(reply)}")
 
     @property
     def plans(self) -> tuple[str, ...]:
@@ -440,7 +464,7 @@ class Workers:
         replayed = [reply for reply in replies if isinstance(reply, PlanExecuted)]
         if len(replayed) < len(replies):
             reasons = "; ".join(
-                f"worker {worker.hello.rank} could not copy: {_said(reply)}"
+                f"worker {worker.hello.rank} could not copy: {reason_of(reply)}"
                 for worker, reply in zip(self._workers, replies, strict=True)
                 if not isinstance(reply, PlanExecuted)
             )
@@ -523,9 +547,5 @@ def _introduced(frames: Frames, deadline: Deadline) -> Hello:
         raise
     if not isinstance(hello, Hello):
         frames.close()
-        raise PeerLost(f"a worker began with {_said(hello)}")
+        raise PeerLost(f"a worker began with {reason_of(hello)}")
     return hello
-
-
-def _said(message: ToSidecar) -> str:
-    return message.reason if isinstance(message, Failed) else message.kind

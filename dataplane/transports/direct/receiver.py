@@ -21,7 +21,7 @@ from ...processes import Deadline, Frames
 from ...tensors import DigestTable
 from .. import plan_exchange as wire, worker_exchange as worker_wire
 from ..interface import Address, EngineServer, Exporting, Receipt, Tabled, TransferSession
-from ..plan_exchange import Agreement, Attempt, PlanReceiver, PrerecordedTraces, models_of
+from ..plan_exchange import Agreement, Attempt, PlanExchange, PlanReceiver, PrerecordedTraces, models_of
 from ..sessions import reason_of, shake_hands
 
 _COPIED_S: Final = 30.0
@@ -40,7 +40,7 @@ class DirectReceiver(PlanReceiver):
 
     def __init__(self, runtime_dir: Path, ahead: PrerecordedTraces | None = None) -> None:
         """`ahead` has the load traces from before any version."""
-        super().__init__(runtime_dir, ahead)
+        super().__init__(PlanExchange(runtime_dir, ahead))
         self._connection: Frames | None = None
         self._coming: Future[Tabled] | None = None
         """The digest table of a session that was begun without, once it was asked for."""

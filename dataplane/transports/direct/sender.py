@@ -65,7 +65,7 @@ class DirectSender(SocketSender[_Reader]):
         return address
 
     def tabled(self, tabled: Tabled) -> None:
-        """Implements `Tabling`: receivers that have asked for it are told, and those that ask later.
+        """Implements `Tabling`: receivers that have asked for it are told, and others when they ask.
 
         To be called when `offer` has returned; after `close` it says nothing. Raises `TransferFailed` for a session
         that was begun with its table or has got it, and for one that is larger than any.

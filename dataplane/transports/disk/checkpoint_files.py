@@ -1,4 +1,11 @@
-"""Hugging Face checkpoints: one safetensors file for each bucket; complete and durable by one rename, or not there."""
+"""Hugging Face checkpoints, written bucket by bucket: complete and durable by one rename, or not there at all.
+
+    <target>.tmp    being written
+    <target>        shards, their index, weightbus.json, and what lies beside the weights of another checkpoint
+
+A shard is a safetensors file: eight bytes of header length, a JSON header, and the packed tensors, exactly the bytes of
+a bucket. Its header is a function of the manifest, so a reader compares it byte by byte and trusts nothing.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,14 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class SessionFolder:
-    """The folder of one checkpoint, from either side."""
+    """The folder beside a checkpoint in which its sender and its readers each hold the lock of a file.
+
+        sender.json        what is being written; locked by the sender until its session ends
+        reader-<engine>    made by the sender; locked and written by the engine's agent: reading, done, failed
+
+    A lock goes away with its process, on a shared file system too (flock over NFS is a byte-range lock on the server),
+    so a file that says ``reading`` without a lock is an agent that died.
+    """
 
     def __init__(self, path: Path, lock: int = -1) -> None:
         self._path = path

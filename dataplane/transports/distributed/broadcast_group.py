@@ -276,7 +276,13 @@ class Behind:
 
 
 class EngineGroups(_Watched):
-    """Rank 0 of a group with each engine. Used as a `BroadcastGroup`."""
+    """Rank 0 of a group with each engine, over gloo. Used as a `BroadcastGroup`.
+
+    Gloo's broadcast is a tree. In one group of all, a rank that stands still keeps ranks below it waiting, and ranks
+    above it, which offer it bytes; nothing reaches a server that waits so. Engines that share no group wait for the
+    source alone, which can leave, and knows the engine that does not take what the others have taken. Of three and
+    more workers of one server some are still below others of it.
+    """
 
     def __init__(self, name: str, groups: Sequence[BroadcastGroup]) -> None:
         """`name` is of all of them together."""

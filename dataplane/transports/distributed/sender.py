@@ -87,7 +87,7 @@ class DistributedSender(SenderState):
         self._token = ""
 
     def divide(self, sources: Sources | None) -> None:
-        """See `transport.Dividing`."""
+        """See `Dividing`."""
         self._divided = sources
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:

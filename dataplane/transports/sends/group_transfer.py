@@ -36,7 +36,13 @@ class _Kept(NamedTuple):
 
 
 class GroupCache:
-    """Of one member. May be used from several threads."""
+    """Groups of earlier rounds that a member keeps: forming one takes longer than many rounds.
+
+    One is used again only where all of its members still have it, and no other takes part (sender.py). A rank of the
+    trainer has several where engines take turns, because no two that share a GPU are in one group over NCCL; a worker
+    has one. A group that broke, or whose members changed, is let go of; so is one that was not used for a while. That
+    does not wait: some of the others may be dead. May be used from several threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,7 +71,7 @@ class GroupCache:
         return None
 
     def begin(self, forming: GroupForming) -> None:
-        """A group forms that may be asked for until it is called off. So may those that are kept, instead."""
+        """A group forms that may be asked for until it is called off. So may one that is kept, instead."""
         self.call_off()
         with self._lock:
             self._forming = forming
@@ -138,7 +144,11 @@ def join(
 
 
 class GroupForming:
-    """Joins a group on a thread of its own, for a transfer that asks for it later. May be used from several threads."""
+    """Joins a group on a thread of its own, for a transfer that asks for it later. May be used from several threads.
+
+    A group takes longer to form than most versions to move. Where only one engine takes part, it begins as soon as
+    both ends are known, while the engine still records and plans: no other engine waits in it if that fails.
+    """
 
     def __init__(self, where: Group, device: torch.device) -> None:
         """`where.ranks` of its members are the trainer's, and come first; they send to the others."""
@@ -231,7 +241,7 @@ class GroupTransfer:
     ) -> None:
         """`to` and `from_` are the members that messages are exchanged with, which lie in `memory`.
 
-        The group may be one that `standing` has, and is kept there; of those that it has, `others` stay, too.
+        The group may be one that `standing` has, and is kept there; of the groups that it has, `others` stay, too.
         """
         self._where = where
         self._rank = rank
@@ -323,9 +333,9 @@ class GroupTransfer:
 
 
 def _cause(called_off: Callable[[], str]) -> str:
-    """Why the group broke under our hands: whoever broke it says so to whoever leads. Empty where nobody does.
+    """Why the group broke under our hands: the member that broke it tells the leader. Empty where none does.
 
-    What is said there first is taken for the cause; that somebody saw it break is none.
+    The first reason that is told is taken for the cause; that a member saw it break is none.
     """
     told = Deadline(_SAY_FIRST_S)
     while told.left():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -17,26 +16,15 @@ from ...memory import sizes_of
 from ...processes import Deadline
 from ...reshard import NOWHERE, SendMessages
 from ...tensors import DTYPES, Column
-from .p2p_group import P2PChunk, Posted
+from .nixl_group import NixlGroup
+from .p2p_group import P2PChunk, P2PGroup, Posted
 
 UNDER_WAY: Final = 2
 """Turns of a rank that move at a time: one is packed or unpacked while the other one is on the wire."""
 
 
-class QueuePair(Protocol):
-    """What is asked of `P2PGroup`."""
-
-    def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> Posted:
-        """Begin to move all of these."""
-        ...
-
-    def lane(self) -> AbstractContextManager[None]:
-        """Where copies are launched, in front of what is posted next."""
-        ...
-
-    def settle(self) -> None:
-        """Wait for what was launched in the lane."""
-        ...
+QueuePair: TypeAlias = P2PGroup | NixlGroup
+"""A group in which messages move."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +58,13 @@ class SendQueue:
         self.nbytes = int(everything.nbytes.sum())
         """Of all messages."""
         self._packs: list[PreparedCopies | None] = [parts.get(turn) for turn in range(everything.chunks)]
-        self._sends: list[list[P2PChunk]] = []
-        for turn in range(everything.chunks):
-            self._sends.append(
-                [
-                    P2PChunk(_view(self._staging if source == NOWHERE else regions[source], begin, nbytes), to)
-                    for source, begin, nbytes, to in _ends(everything, everything.source, at, turn, peer)
-                ]
-            )
+        self._sends: list[list[P2PChunk]] = [[] for _ in self._packs]
+        begins = np.where(everything.source == NOWHERE, at, everything.source_at)
+        columns = (everything.chunk, everything.source, begins, everything.nbytes, peer)
+        messages: list[list[int]] = np.stack(columns, axis=1).tolist()
+        for turn, source, begin, nbytes, to in messages:
+            memory = self._staging if source == NOWHERE else regions[source]
+            self._sends[turn].append(P2PChunk(memory[begin : begin + nbytes], to))
 
     def send(self, group: QueuePair, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`."""
@@ -120,33 +107,17 @@ def _joined(mail: Sequence[Mail]) -> tuple[SendMessages, CopyTable, Column]:
     return SendMessages(*(messages[:, column] for column in range(messages.shape[1]))), joined, peer
 
 
-def _ends(
-    messages: SendMessages, region: Column, staged_at: Column, turn: int, peer: Column
-) -> list[tuple[int, int, int, int]]:
-    """(region, byte, bytes, peer) of the messages of a turn, in their order."""
-    rows = np.flatnonzero(messages.chunk == turn)
-    begin = np.where(region == NOWHERE, staged_at, messages.source_at)
-    table: list[tuple[int, int, int, int]] = list(
-        zip(
-            region[rows].tolist(),
-            begin[rows].tolist(),
-            messages.nbytes[rows].tolist(),
-            peer[rows].tolist(),
-            strict=True,
-        )
-    )
-    return table
-
-
-def _view(region: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
-    return region[begin : begin + nbytes]
-
-
 _BYTES: Final = DTYPES.index("uint8")
 
 
 class ReceiveQueue:
-    """Bound to memory. `receive` is called on the thread of the transfer, `swap` on the scheduler's."""
+    """Bound to memory. `receive` is called on the thread of the transfer, `swap` on the scheduler's.
+
+    In place, messages go straight into the parameters where they lie there in one piece, and the rest through a buffer
+    of one turn: the server must stand still. *Beside* them, everything goes into a buffer as large as the worker's
+    share, while the server generates; `swap` then copies it into place, as fast as memory is read. That buffer is let
+    go of between versions (`detach`), and what was made for it is kept: tables of 30 GB take longer than its copy.
+    """
 
     def __init__(
         self,

@@ -18,9 +18,11 @@ receiver                     sender                      every rank of the train
 # ruff: noqa: PLC0414  messages of plan_exchange.py are said here, too
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
-from ...processes import WireEnd, WireMessage
+from ...errors import DataplaneError, TransferFailed
+from ...processes import Deadline, Frames, WireEnd, WireMessage
 from ..interface import Group as Group, Layout as Layout
 from ..plan_exchange import (
     Agreed as Agreed,
@@ -31,6 +33,7 @@ from ..plan_exchange import (
     Propose as Propose,
     Refused as Refused,
 )
+from ..sessions import reason_of
 
 
 class RankHello(WireMessage, frozen=True, tag="RankHello"):
@@ -126,3 +129,24 @@ SILENT_S: Final = 10.0
 RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
 """Also of a rank of the trainer."""
 SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)
+
+_SAY_S: Final = 10.0
+
+
+def beat(frames: Frames) -> None:
+    """Say that this member does not stand still. A sender that is gone is heard of next, by `over`."""
+    with contextlib.suppress(DataplaneError, OSError):
+        RECEIVER.say(frames, GroupBeat(), Deadline(_SAY_S))
+
+
+def over(frames: Frames) -> str:
+    """Why the sender has ended the attempt, and empty while it has not: it says nothing while the group moves.
+
+    The connection may be closed meanwhile, by another thread.
+    """
+    try:
+        if not frames.readable():
+            return ""
+        return reason_of(RECEIVER.hear(frames, Deadline(_SAY_S), "the sender"))
+    except (TransferFailed, OSError, ValueError) as error:
+        return f"the sender is gone: {error}"

@@ -2,7 +2,7 @@
 
 No process writes into another. A sender says where its messages lie, a receiver reads them when it is ready, and
 what NIXL then tells the sender is that they were read: so a process that was stopped and goes on later can change
-nothing, and memory of an epoch that is over is read by nobody whose registration was dropped. Over UCX this is RDMA, or
+nothing, and memory of an epoch that is over cannot be read once its registration is dropped. Over UCX this is RDMA, or
 TCP, which is how it is tested.
 """
 
@@ -137,10 +137,6 @@ class NixlGroup(OwnStream):
                 raise
             raise TransferFailed(f"group {name} of {size} ranks did not form: {error}") from error
         return group
-
-    def exchange(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk], deadline: Deadline) -> None:
-        """Move all of these. Raises as `Posted.wait`."""
-        self.post(sends, receives).wait(deadline)
 
     def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> _Reads:
         """Begin to move all of these, after what `lane` holds by now."""
@@ -280,13 +276,13 @@ class NixlGroup(OwnStream):
 
 
 class _Reads:
-    """Implements `pair_group.Posted`."""
+    """Implements `Posted`."""
 
     def __init__(self, group: NixlGroup, mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> None:
         self._group, self._mine, self._theirs = group, mine, theirs
 
     def wait(self, deadline: Deadline) -> None:
-        """As `pair_group.Posted.wait`."""
+        """As `Posted.wait`."""
         self._group.await_posts(self._mine, self._theirs, deadline)
 
 

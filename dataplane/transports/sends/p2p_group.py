@@ -123,7 +123,7 @@ class P2PGroup(OwnStream):
     ) -> P2PGroup:
         """Join as `rank`; returns when all have. `host` is the address at which the others reach this process.
 
-        NCCL connects a pair at its first message, which takes longer than the message: those that will be sent `to`,
+        NCCL connects a pair at its first message, which takes longer than the message: members that will be sent `to`,
         and received `from_`, are connected here. Both ends must name the pair.
         """
         prefixed = c10d.PrefixStore(name, store)

@@ -67,7 +67,7 @@ class PlanAgreement:
         self._exposed = exposed
         if version != self._version:
             self._version, self._turn = version, self._turn + 1
-            self.told()  # or nobody will be: that version is over
+            self.told()  # no rank will be: that version is over
             self._forget()
 
     @property

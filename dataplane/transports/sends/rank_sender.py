@@ -14,11 +14,12 @@ from typing import Final, NamedTuple
 import torch
 
 from ...copy import CopyTable, copy_engine_for
-from ...errors import ChunkTimeout, DataplaneError, OutOfStagingMemory, PeerLost, TransferFailed
+from ...errors import ChunkTimeout, DataplaneError, OutOfStagingMemory, PeerLost
 from ...memory import device_name, nccl_gpu_id_here
 from ...processes import BackgroundInit, Deadline, MacFrames
 from ...reshard import SendMessages
 from ..interface import Address
+from ..sessions import reason_of
 from . import messages as wire
 from .group_transfer import GroupCache, GroupForming, GroupTransfer
 from .message_queues import Mail, SendQueue
@@ -164,8 +165,8 @@ class RankSender:
             )
             seconds = passage.run(
                 lambda group: bound.result().send(group, where.turn_s),
-                lambda: _called_off(frames, stop),
-                lambda: _beat(frames),
+                lambda: "this rank has gone on" if stop.is_set() else wire.over(frames),
+                lambda: wire.beat(frames),
                 ready=bound.result,  # made while a group forms
             )
             wire.RECEIVER.say(
@@ -194,7 +195,7 @@ class RankSender:
             session.kept.standing.begin(GroupForming(message.group, device))
             message = self._next(frames, deadline, session.stop)
         if not isinstance(message, wire.BeginSends):
-            raise PeerLost(f"the sender did not begin: {_reason(message)}")
+            raise PeerLost(f"the sender did not begin: {reason_of(message)}")
         return message
 
     @staticmethod
@@ -229,25 +230,6 @@ def _outbox_of(
     return made
 
 
-def _beat(frames: MacFrames) -> None:
-    try:
-        wire.RECEIVER.say(frames, wire.GroupBeat(), Deadline(_PACKET_S))
-    except DataplaneError:
-        return  # the sender is gone: that is heard of next
-
-
-def _called_off(frames: MacFrames, stop: threading.Event) -> str:
-    """Why it should not go on; the sender says nothing else while the group moves."""
-    if stop.is_set():
-        return "this rank has gone on"
-    if not frames.readable():
-        return ""
-    try:
-        return _reason(wire.RECEIVER.hear(frames, Deadline(_PACKET_S), "the sender"))
-    except TransferFailed as error:
-        return f"the sender is gone: {error}"
-
-
 def _linger(frames: MacFrames, deadline: Deadline, stop: threading.Event) -> None:
     """Keep the connection until the sender closes it: an end before its word was read would look like a death."""
     while not frames.readable() and deadline.left() and not stop.wait(0.02):
@@ -260,7 +242,3 @@ def _tell(frames: MacFrames, reason: str, *, less: bool) -> None:
         wire.RECEIVER.say(frames, wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
     except DataplaneError:
         return  # it is gone, nothing to tell
-
-
-def _reason(message: wire.ToReceiver) -> str:
-    return message.reason if isinstance(message, wire.Refused | wire.Failed) else message.kind

@@ -1,6 +1,6 @@
-"""The half of the sidecar where weights are sent: it leads its workers through a round, and moves no bytes itself.
+"""The sidecar's half where weights are sent: it leads its workers through a round, and moves no bytes itself.
 
-Plans and proof are those of plan_exchange.py. Bytes come to a thread in each worker (receiver.py) that stays
+Plans and proof are those of plan_exchange.py. Bytes come to a thread in each worker (`WorkerReceivers`) that stays
 connected between rounds, joins the group of the epoch and receives. From the second round on that can happen while the
 server generates (`stage`); the server is paused for the swap only.
 """
@@ -24,7 +24,7 @@ from ...reshard import SendSchedule, make_send_schedule
 from ...tensors import Manifest
 from .. import worker_exchange as worker_wire
 from ..interface import Address, EngineServer, Group, Receipt, TransferSession
-from ..plan_exchange import Agreement, Attempt, PlanReceiver, PrerecordedTraces, ReadLayout
+from ..plan_exchange import Agreement, Attempt, PlanExchange, PlanReceiver, PrerecordedTraces, ReadLayout
 from ..sessions import reason_of, shake_hands
 from ..worker_exchange import Workers
 from . import messages as wire
@@ -40,7 +40,7 @@ class SendsReceiver(PlanReceiver):
     def __init__(self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, *, beside: bool = True) -> None:
         """`beside`: versions may be received while the server generates, where there is memory for it."""
         self._threads = WorkerReceivers(runtime_dir)
-        super().__init__(runtime_dir, ahead, self._threads)
+        super().__init__(PlanExchange(runtime_dir, ahead, self._threads, sent=True))
         self._beside = beside
         self._attempt: Attempt | None = None
         """The session that runs, or that was received beside the served weights and waits for its swap."""
@@ -261,8 +261,8 @@ class SendsReceiver(PlanReceiver):
         began = time.monotonic()
         self.touched = not beside
         leader = LeadSession(
-            beat=lambda: _beat(connection),
-            over=lambda: _over(connection),
+            beat=lambda: wire.beat(connection),
+            over=lambda: wire.over(connection),
             failed=lambda reason, less: attempt.failed(reason, less=less),
         )
         try:
@@ -292,26 +292,6 @@ def _same(one: TransferSession, other: TransferSession) -> bool:
 
 def _named(agreement: Agreement, cut: tuple[int, int]) -> str:
     return "-".join((*agreement.digests, *map(str, cut)))
-
-
-def _beat(connection: Frames) -> None:
-    try:
-        wire.RECEIVER.say(connection, wire.GroupBeat(), Deadline(_SAY_S))
-    except (DataplaneError, OSError):
-        return  # the sender is gone: that is heard of next
-
-
-def _over(connection: Frames) -> str:
-    """Why the sender has ended the attempt, and empty while it has not: it says nothing while the group moves.
-
-    The connection may be closed meanwhile, by another thread.
-    """
-    try:
-        if not connection.readable():
-            return ""
-        return reason_of(wire.RECEIVER.hear(connection, Deadline(_SAY_S), "the sender"))
-    except (TransferFailed, OSError, ValueError) as error:
-        return f"the sender is gone: {error}"
 
 
 _LOOK_S: Final = 0.02
@@ -345,7 +325,12 @@ class LeadSession:
 
 
 class WorkerReceivers:
-    """Used from one thread, but for `close`."""
+    """The workers' threads that receive: connections that outlive rounds. Used from one thread, but for `close`.
+
+    A worker whose thread answers is there, whatever its scheduler does; one that says nothing for `SILENT_S` is
+    stalled: its process was stopped, or is stuck. It is remembered, so that no later attempt waits for it: until it
+    says something, every round is refused at once, before others begin.
+    """
 
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
@@ -401,7 +386,7 @@ class WorkerReceivers:
         """
         hello = worker_wire.SIDECAR.hear(frames, deadline, "a worker's thread")
         if not isinstance(hello, worker_wire.Expecting):
-            raise PeerLost(f"a worker's thread began with {_said(hello)}")
+            raise PeerLost(f"a worker's thread began with {reason_of(hello)}")
         if told.get(hello.rank) != hello.schedule:
             return frames.close()
         if (before := self._threads.pop(hello.rank, None)) is not None:
@@ -497,7 +482,7 @@ class WorkerReceivers:
     # -- a transfer ---------------------------------------------------------------------------------------------------
 
     def take(self, group: Group, leader: LeadSession, deadline: Deadline, *, beside: bool) -> list[worker_wire.Taken]:
-        """Have all of them join `group`, as its rank and those that follow, and receive everything.
+        """Have all of them join `group`, from its rank on, and receive everything.
 
         The first failure, here or elsewhere, ends it for all. Raises `NotReceived`.
         """
@@ -601,7 +586,7 @@ class _Transfer:
             return False
         self._found[rank] = said
         if not isinstance(said, worker_wire.Taken):
-            self._end(f"worker {rank}: {_said(said)}", isinstance(said, worker_wire.Failed) and said.less)
+            self._end(f"worker {rank}: {reason_of(said)}", isinstance(said, worker_wire.Failed) and said.less)
         return True
 
     def _vouch(self) -> None:
@@ -632,7 +617,3 @@ def _tell(threads: dict[int, Frames], reason: str) -> None:
             worker_wire.SIDECAR.say(frames, worker_wire.Failed(reason=reason[:2048]), Deadline(_SAY_S))
         except DataplaneError:
             continue
-
-
-def _said(message: worker_wire.ToSidecar) -> str:
-    return message.reason if isinstance(message, worker_wire.Failed) else message.kind

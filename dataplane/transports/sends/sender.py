@@ -281,14 +281,14 @@ class SendsSender(SenderState):
         now = time.monotonic()
         since = now - max(self._chunk_s / 2, _UNHEARD_S)
         there = now - self._looked_at <= _UNHEARD_S and self._back_at < since
-        return there and all(end.through or end.received_at >= since for end in self._everybody())
+        return there and all(end.through or end.received_at >= since for end in self._members())
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(
         self, deadline: Deadline, pending: Callable[[ConnectedPeer], bool], reproach: str, silent_s: float = math.inf
     ) -> None:
-        while late := [end for end in self._everybody() if pending(end)]:
+        while late := [end for end in self._members() if pending(end)]:
             still = [end for end in late if silent_s < math.inf and self._on_offer().silent_for(end, silent_s)]
             if still:
                 self._drop(still[0], f"{still[0].name} stands still: nothing was heard of it for {silent_s:.1f} s")
@@ -301,7 +301,7 @@ class SendsSender(SenderState):
             self._pump(min(left, _LOOK_S))
         self._on_offer()
 
-    def _everybody(self) -> list[ConnectedPeer]:
+    def _members(self) -> list[ConnectedPeer]:
         return [*self._engines.values(), *self._ranks.values()]
 
     def _pump(self, timeout_s: float) -> None:
@@ -361,7 +361,7 @@ class SendsSender(SenderState):
     def _known(self, hello: wire.ToSender) -> tuple[ConnectedPeer | None, str]:
         """The member that has come; or None, and why it may not."""
         if not isinstance(hello, wire.Hello | wire.RankHello):
-            return None, f"whoever comes begins with Hello, not with {hello.kind}"
+            return None, f"a member begins with Hello, not with {hello.kind}"
         if (hello.channel, hello.epoch) != (self._channel, self._epoch):
             return None, f"this is channel {self._channel!r} at epoch {self._epoch}"
         end = self._ranks.get(hello.rank) if isinstance(hello, wire.RankHello) else self._engines.get(hello.engine)
@@ -434,7 +434,7 @@ class SendsSender(SenderState):
         told = [
             (end, wire.BeginSends(group=seen_by(holder, group), letters=mail, others=self._stood.names))
             for holder, end in self._ranks.items()
-            for mail in [self._letters(holder, end, letters)]
+            for mail in [self._plans.letters(holder, end.known, letters, *self._cut)]
         ]
         told += [(end, wire.BeginSends(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True
@@ -451,10 +451,10 @@ class SendsSender(SenderState):
         """
         early, self._early = self._early, None
         engines = frozenset(self._engines)
-        stood = self._stood.take(members, engines, lambda name: all(name in end.groups for end in self._everybody()))
+        stood = self._stood.take(members, engines, lambda name: all(name in end.groups for end in self._members()))
         if stood is not None:
             self._formed = stood
-        elif early is not None and all(end.forming for end in self._everybody()):
+        elif early is not None and all(end.forming for end in self._members()):
             group, self._store = early
             self._formed = Formed(group.name, members, engines)
         else:
@@ -495,11 +495,6 @@ class SendsSender(SenderState):
             nixl=self._nixl, stands=stands, ranks=ranks, keep_s=self._keep_s if self._stood.room else 0.0,
         )  # fmt: skip
 
-    def _letters(
-        self, holder: int, end: ConnectedPeer, letters: Sequence[tuple[int, str]]
-    ) -> tuple[wire.SentLetters, ...]:
-        return self._plans.letters(holder, end.known, letters, *self._cut)
-
     def _tell(self, end: ConnectedPeer, message: wire.BeginSends | wire.Form) -> None:
         pool = self._on_offer()
         try:
@@ -514,7 +509,7 @@ class SendsSender(SenderState):
         self._out(end, reason)
         if self._began and not end.through:
             self._store = None
-            for other in self._everybody():
+            for other in self._members():
                 if not other.through:
                     self._out(other, f"the group broke: {reason}")
 
@@ -541,7 +536,12 @@ MOST: Final = 1024
 
 
 class ChunkLimit:
-    """Of a sender's turns. Policy alone; used from one thread."""
+    """How large a sender's turns may be. Policy alone; used from one thread.
+
+    Turns shrink where a member had no memory for what it moves, or the link did not carry a turn in its time. Either
+    may have been for once: a peer that was stopped looks like a slow link. So after some versions larger turns are
+    tried again. A try that fails costs a version one attempt, so it is rare, and rarer the more often it failed.
+    """
 
     def __init__(self, first: int = FIRST) -> None:
         self.parts = 1
@@ -630,7 +630,11 @@ _AGAIN_S: Final = 0.05
 
 
 class Acceptor:
-    """Of one epoch. `came` is called from one thread."""
+    """Accepts the connections of one epoch, all at a time: a silent one keeps no other waiting.
+
+    Each has a thread until its first message is there, or the time for that is over; `fileno` is readable when one
+    waits to be taken. `came` is called from one thread.
+    """
 
     def __init__(self, host: str, token: str) -> None:
         """Raises `TransferFailed` where no port can be opened."""

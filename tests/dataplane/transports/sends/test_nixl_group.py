@@ -81,7 +81,7 @@ def test_a_member_that_gives_up_waits_no_longer() -> None:
         began = time.monotonic()
         waiting.set()
         with pytest.raises(PeerLost, match="enough"):
-            waits.exchange([], [P2PChunk(memories[0], 1)], Deadline(LONG_S))
+            waits.post([], [P2PChunk(memories[0], 1)]).wait(Deadline(LONG_S))
         return time.monotonic() - began
 
     with ThreadPoolExecutor(1) as pool:
@@ -100,9 +100,9 @@ def test_no_member_is_waited_for_beyond_the_deadline() -> None:
     memories = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     made = groups(memories)
     with pytest.raises(ChunkTimeout):
-        made[0].exchange([], [P2PChunk(memories[0], 1)], Deadline(0.2))
+        made[0].post([], [P2PChunk(memories[0], 1)]).wait(Deadline(0.2))
     with pytest.raises(ChunkTimeout):
-        made[1].exchange([P2PChunk(memories[1], 0)], [], Deadline(0.2))
+        made[1].post([P2PChunk(memories[1], 0)], []).wait(Deadline(0.2))
     for group in made:
         group.close()
 
@@ -113,7 +113,7 @@ def test_messages_of_other_sizes_are_refused() -> None:
     made = groups(memories)
     posted = made[1].post([P2PChunk(memories[1][:8], 0)], [])
     with pytest.raises(PeerLost, match="other messages"):
-        made[0].exchange([], [P2PChunk(memories[0], 1)], Deadline(LONG_S))
+        made[0].post([], [P2PChunk(memories[0], 1)]).wait(Deadline(LONG_S))
     with pytest.raises(ChunkTimeout):
         posted.wait(Deadline(0.2))
     for group in made:

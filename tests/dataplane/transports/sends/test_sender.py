@@ -115,7 +115,7 @@ def toy_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is made here, and every rank has much to send."""
     monkeypatch.setattr(PlanAgreement, "check", lambda *_: None)
     letters = (wire.SentLetters(peer=1, schedule="s", messages=bytes(LARGE)),)
-    monkeypatch.setattr(SendsSender, "_letters", lambda *_: letters)
+    monkeypatch.setattr(PlanAgreement, "letters", lambda *_: letters)
 
 
 def served_at_once(crowd: Crowd, engine: str) -> None:
