@@ -60,6 +60,7 @@ from weightbus.control.server import (
 )
 from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.processes import default_runtime_dir, host_identity, open_runtime_dir
+from weightbus.dataplane.tensors import Manifest
 from weightbus.dataplane.transports import Receiver, ReceiverContext, registry as transports
 
 from ..engines import EngineConnection, EngineFacts, open_engine
@@ -401,14 +402,15 @@ class EngineAgent:
 
     def _work(self) -> None:
         done: tuple[Operation, Result] | None = None
+        kept: Manifest | None = None
         while True:
             try:
                 run = self._operations.get(timeout=_SAY_FIRST_S if done else None)
             except queue.Empty:
                 if done:
                     self._executor.look_ahead(*done)
-                    if (copied := self._executor.copied) is not None:
-                        self._prerecorder.remember(copied)
+                    if (copied := self._executor.copied) is not None and copied is not kept:
+                        self._prerecorder.remember(kept := copied)
                 done = None
                 continue
             done = None

@@ -469,9 +469,9 @@ def test_messages_do_not_grow_with_tensors(tmp_path: Path, monkeypatch: pytest.M
     sent: list[int] = []
     send, push = Frames.send, Frames.push
 
-    def counted(frames: Frames, message: bytes, deadline: Deadline) -> None:
+    def counted(frames: Frames, message: bytes, deadline: Deadline, fds: Sequence[int] = ()) -> None:
         sent.append(len(message))
-        send(frames, message, deadline)
+        send(frames, message, deadline, fds)
 
     def pushed(frames: Frames, framed: memoryview) -> memoryview:
         sent.append(len(framed))

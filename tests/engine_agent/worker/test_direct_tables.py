@@ -20,8 +20,7 @@ from weightbus.dataplane.processes import connections as lines
 from weightbus.dataplane.processes.connections import Deadline, Frames
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
-from weightbus.dataplane.transports import plan_exchange as direct_wire
-from weightbus.dataplane.transports.direct import sender as direct
+from weightbus.dataplane.transports import plan_exchange as direct_wire, sessions
 from weightbus.dataplane.transports.direct.sender import DirectSender
 from weightbus.dataplane.transports.interface import (
     Address,
@@ -132,7 +131,7 @@ def test_a_table_that_follows_is_what_is_proven(world: World, copied: threading.
 
 def test_a_table_wakes_the_sender(world: World, copied: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """From whatever thread: it is not found out at the next look."""
-    monkeypatch.setattr("weightbus.dataplane.transports.direct.sender._LOOK_S", WAIT_S)
+    monkeypatch.setattr("weightbus.dataplane.transports.sessions._LOOK_S", WAIT_S)
     under_way = Round(world)
     taken = under_way.start()
     assert copied.wait(WAIT_S)
@@ -448,7 +447,7 @@ def test_a_receiver_that_asks_once_is_told_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Crowd, "TENSORS", 10)
     crowd = Crowd(tmp_path, "e")
     paused.set()
-    time.sleep(2 * direct._LOOK_S)  # until it waits there; a look that is still under way may see the first of both
+    time.sleep(2 * sessions._LOOK_S)  # until it waits there; a look that is still under way may see the first of both
     crowd.say("e", direct_wire.GiveTable())
     crowd.sender.tabled(crowd.tabled)
     go_on.set()
