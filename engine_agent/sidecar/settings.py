@@ -28,6 +28,7 @@ from ..errors import KeyFileUnusable
 
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -124,9 +125,6 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if key and file is not None:
                 raise ValueError(f"{name} and {name}_file are both given, expected one: remove either")
-
-
-_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_keys(settings: EngineAgentSettings) -> tuple[Keys, dict[str, str]]:

@@ -486,6 +486,8 @@ def _axis_and_order(operation: Any, args: _Args) -> tuple[int, list[int]] | None
     return axis, [int(each) % size for each in index.tolist()]
 
 
+# -- guards of what torch does not report -----------------------------------------------------------------------------
+
 _ALONE: Final = threading.Lock()
 _ADDRESSES: Final = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
 """Ways out of torch: through them code reads or writes memory unseen."""
@@ -589,6 +591,8 @@ def in_one_thread() -> Generator[None]:
     with _ALONE, mock.patch.object(*pools), mock.patch.object(*threads):
         yield
 
+
+# -- phantom tensors --------------------------------------------------------------------------------------------------
 
 _MAP_NORESERVE: Final = 0x4000
 """Linux's number; Python names it since 3.13 only. Without it the kernel refuses more than there is memory."""

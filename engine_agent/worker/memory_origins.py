@@ -184,6 +184,8 @@ def identity_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
+# -- moves ------------------------------------------------------------------------------------------------------------
+
 MOST_BOXES: Final = 8192
 """Boxes that one copy may fall into. Beyond, moving the tensor whole is cheaper than describing its parts."""
 
