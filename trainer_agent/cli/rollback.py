@@ -6,11 +6,8 @@ rest is a round like any other: a lease, a new epoch, verification, and a record
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from pathlib import Path
-
-import msgspec
 
 from weightbus.control.machine import PastStatus
 from weightbus.control.protocol import ConfigurationError
@@ -30,56 +27,36 @@ from ..publish import TrainerAgent
 from .commands import RollbackSettings
 
 
-class RollbackReply(enum.Enum):
-    """Whether a channel can go back to a version."""
+def refusal(version: int, history: Sequence[PastStatus]) -> str:
+    """The reason why a channel cannot go back to `version`; empty when it can.
 
-    YES = "yes"
-    ALREADY = "already"
-    """The version is the committed one: nothing is to be done."""
-    NO = "no"
-
-
-class RollbackResult(msgspec.Struct, frozen=True):
-    """An answer and its reason."""
-
-    answer: RollbackReply
-    reason: str = ""
-
-
-def may_roll_back(version: int, history: Sequence[PastStatus]) -> RollbackResult:
-    """Decide whether the channel can go back to `version`. `history` lists its committed versions, oldest first."""
+    `history` lists its committed versions, oldest first; the last one is another than `version`.
+    """
     if not history:
-        return RollbackResult(RollbackReply.NO, "nothing was committed in it, as far as the coordinator remembers")
+        return "nothing was committed in it, as far as the coordinator remembers"
     current = history[-1].version
-    if version == current:
-        return RollbackResult(RollbackReply.ALREADY, f"version {version} is the committed one")
     if version > current:
-        return RollbackResult(
-            RollbackReply.NO, f"committed is {current}, which is below: publish it, without going back"
-        )
+        return f"committed is {current}, which is below: publish it, without going back"
     known = sorted({past.version for past in history if past.version < current})
-    if version not in known:
-        names = ", ".join(map(str, known)) or "none"
-        return RollbackResult(
-            RollbackReply.NO, f"it was never committed there; below the committed {current} there were: {names}"
-        )
-    return RollbackResult(RollbackReply.YES)
+    if version in known:
+        return ""
+    names = ", ".join(map(str, known)) or "none"
+    return f"it was never committed there; below the committed {current} there were: {names}"
 
 
-def same_version(found: SavedVersion | None, version: int, history: Sequence[PastStatus]) -> RollbackResult:
-    """Decide whether files that were kept as `version` hold the version committed last under that number.
+def other_version(found: SavedVersion | None, version: int, history: Sequence[PastStatus]) -> str:
+    """The reason why files that were kept as `version` are not what was committed last under that number, or empty.
 
     After a rollback a channel uses its numbers again, and not every version is kept, so files may be of an earlier
     version of that number. Epochs grow with every attempt and tell them apart.
     """
     last = max((past.epoch for past in history if past.version == version and not past.rollback), default=0)
     if found is None or found.notes.epoch >= last:
-        return RollbackResult(RollbackReply.YES)
-    return RollbackResult(
-        RollbackReply.NO,
+        return ""
+    return (
         f"{found.path} holds it as it was committed in epoch {found.notes.epoch}; the channel went back since and had"
         f" another version {version}, in epoch {last}, of which no files were kept: name a folder with --checkpoint to"
-        " take either",
+        " take either"
     )
 
 
@@ -97,12 +74,14 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
     try:
         with TrainerAgent.connect(source, settings=settings) as agent:
             history = agent.history()
-            verdict = may_roll_back(version, history)
-            if verdict.answer is RollbackReply.YES and settings.checkpoint is None:
-                verdict = same_version(kept, version, history)
-            if verdict.answer is RollbackReply.NO:
-                raise RollbackRefused(settings.channel, version, verdict.reason)
-            return agent.publish(version, rollback=True) if verdict.answer is RollbackReply.YES else None
+            if history and history[-1].version == version:
+                return None
+            reason = refusal(version, history)
+            if not reason and settings.checkpoint is None:
+                reason = other_version(kept, version, history)
+            if reason:
+                raise RollbackRefused(settings.channel, version, reason)
+            return agent.publish(version, rollback=True)
     finally:
         source.close()
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ..sources import FSDPSource
-from .toy_task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
+from .toy_task import LEARNING_RATE, PROMPT_TOKENS, token_weights
 
 # A torchvision that was made for CUDA does not import beside a torch for the CPU, and a text model needs none.
 sys.modules.setdefault("torchvision", cast("Any", None))
@@ -47,13 +47,8 @@ class FSDPLearner:
         return FSDPSource(self.model, dtype=torch.bfloat16, timeout_s=timeout_s)
 
     def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
-        """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping.
-
-        `tokens` holds a prompt and its response in each row, groups together, the same on every rank; `counts` is 1
-        for each token of the responses that is learned from, 0 for the others.
-        """
-        rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
-        weights = torch.tensor(advantages(rewards)).unsqueeze(1) * counts
+        """One step; returns the norm of the gradient before clipping."""
+        weights = token_weights(tokens, counts)
         share = slice(dist.get_rank(), None, dist.get_world_size())
         self._optimizer.zero_grad()
         self._loss(tokens[share], weights[share]).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped

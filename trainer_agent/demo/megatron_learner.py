@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from ..sources.megatron import CONFIG, MegatronSource
 from . import toy_task as task
-from .toy_task import LEARNING_RATE, PROMPT_TOKENS, TINY, ModelShape, advantages, reward
+from .toy_task import LEARNING_RATE, PROMPT_TOKENS, TINY, ModelShape, token_weights
 
 
 def build(shape: ModelShape) -> GPTModel:
@@ -190,14 +190,9 @@ class MegatronLearner:
         return MegatronSource(self.model, hf_config=self._folder, timeout_s=timeout_s)
 
     def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
-        """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping.
-
-        `tokens` holds a prompt and its response in each row, groups together; `counts` is 1 for each token of
-        the responses that is learned from, 0 for the others.
-        """
-        rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
+        """One step; returns the norm of the gradient before clipping."""
         share = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
-        weights = (torch.tensor(advantages(rewards)).unsqueeze(1) * counts)[share]
+        weights = token_weights(tokens, counts)[share]
         tokens = tokens[share]
         self.model.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -227,10 +222,7 @@ def _forward(
 
 
 def _policy_loss(weights: torch.Tensor, surprise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """REINFORCE: the weighted surprise (minus the log-probability) of the responses' tokens.
-
-    `weights` are by token: positive where a response beat its group.
-    """
+    """REINFORCE: the weighted surprise (minus the log-probability) of the responses' tokens."""
     responses = surprise[:, PROMPT_TOKENS - 1 :].float()
     loss = (weights * responses).mean()
     return loss, {"loss": loss.detach()}

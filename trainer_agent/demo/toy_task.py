@@ -58,6 +58,16 @@ def advantages(rewards: Sequence[float], group: int = GROUP) -> list[float]:
     return result
 
 
+def token_weights(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """REINFORCE with a group baseline: weights of the responses' tokens, positive where a response beat its group.
+
+    `tokens` holds a prompt and its response in each row, groups together, the same on every rank; `counts` is 1 for
+    each token of the responses that is learned from, 0 for the others.
+    """
+    rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
+    return torch.tensor(advantages(rewards)).unsqueeze(1) * counts
+
+
 class ModelShape(msgspec.Struct, frozen=True):
     """Sizes of the policy, by Megatron's terms."""
 

@@ -41,7 +41,7 @@ class Learner(Protocol):
     """The policy and its optimizer on this rank."""
 
     def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
-        """One step; returns the norm of the gradient before clipping."""
+        """One step, as `token_weights` says; returns the norm of the gradient before clipping."""
         ...
 
     def source(self, timeout_s: float) -> Source:

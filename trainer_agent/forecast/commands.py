@@ -69,21 +69,21 @@ def fleet_of(given: SimulateSettings) -> FleetSpec:
     Raises `FleetError` for a file that describes none, and where file and flags both speak of a layout.
     """
     said = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
-    links = {name: said[name] for name in _LINKS if name in said}
+    links, rounds = ({name: said[name] for name in names if name in said} for names in (_LINKS, _FLEET))
     if given.fleet is None:
         engines = {field: said[name] for name, field in _ENGINES.items() if name in said}
         if "gpus_per_host" in said:
             engines["gpus_per_host"] = said["gpus_per_host"]
         trainer = {name: said[name] for name in _TRAINER if name in said}
         document = {"trainer": trainer, "engines": [engines], "links": links}
-        return msgspec.convert(document | _of_fleet(said), FleetSpec)
+        return msgspec.convert(document | rounds, FleetSpec)
     both = [name for name in (*_TRAINER, *_ENGINES) if name in said]
     if both:
         flag = "--" + both[0].replace("_", "-")
         raise FleetError(f"{flag} and --fleet {given.fleet} both describe the fleet: say it in one of them")
     document = _read(given.fleet, "a table of TOML or an object of JSON with trainer, engines and links")
     try:
-        found = msgspec.convert(document | _of_fleet(said), FleetSpec)
+        found = msgspec.convert(document | rounds, FleetSpec)
     except msgspec.ValidationError as problem:
         kinds = {"[trainer]": TrainerSpec, "[[engines]]": Engines, "[links]": Links}
         known = "; ".join(f"{name} {', '.join(kind.__struct_encode_fields__)}" for name, kind in kinds.items())
@@ -102,10 +102,6 @@ def config_of(path: Path) -> Mapping[str, object]:
     if not document.get("architectures"):
         raise FleetError(f"{file} names no architectures: give the config.json of a Hugging Face checkpoint")
     return document
-
-
-def _of_fleet(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: said[name] for name in _FLEET if name in said}
 
 
 def _read(file: Path, expected: str) -> dict[str, Any]:

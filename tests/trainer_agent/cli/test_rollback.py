@@ -12,39 +12,40 @@ from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.status import PastStatus
 from weightbus.dataplane.transports.disk.checkpoint_files import Notes
 from weightbus.dataplane.transports.disk.saved_version import SavedVersion
-from weightbus.trainer_agent.cli.rollback import RollbackReply, may_roll_back, same_version
+from weightbus.trainer_agent.cli.rollback import other_version, refusal
 
 from .test_watcher import Scene, write
 
 
 @pytest.mark.parametrize(
-    ("version", "versions", "answer", "reason"),
+    ("version", "versions", "reason"),
     [
-        (7, (7, 9), RollbackReply.YES, ""),
-        (9, (7, 9), RollbackReply.ALREADY, "version 9 is the committed one"),
-        (7, (7, 9, 7), RollbackReply.ALREADY, "version 7 is the committed one"),
-        (9, (7, 9, 7), RollbackReply.NO, "committed is 7, which is below: publish it"),
-        (8, (5, 7, 9), RollbackReply.NO, "never committed there; below the committed 9 there were: 5, 7"),
-        (8, (9,), RollbackReply.NO, "there were: none"),
-        (1, (), RollbackReply.NO, "nothing was committed"),
+        (9, (7, 9, 7), "committed is 7, which is below: publish it"),
+        (8, (5, 7, 9), "never committed there; below the committed 9 there were: 5, 7"),
+        (8, (9,), "there were: none"),
+        (1, (), "nothing was committed"),
     ],
 )
-def test_only_to_what_was_there(version: int, versions: tuple[int, ...], answer: RollbackReply, reason: str) -> None:
+def test_only_to_what_was_there(version: int, versions: tuple[int, ...], reason: str) -> None:
     """The channel's own history decides: below the committed version, and committed before."""
-    verdict = may_roll_back(version, [PastStatus(each, epoch, rollback=False) for epoch, each in enumerate(versions)])
-    assert verdict.answer is answer
-    assert reason in verdict.reason
+    past = [PastStatus(each, epoch, rollback=False) for epoch, each in enumerate(versions)]
+    assert reason in refusal(version, past)
+
+
+def test_a_version_below_the_committed_one_that_was_there_is_allowed() -> None:
+    """There is no reason against it."""
+    assert not refusal(7, [PastStatus(7, 1, rollback=False), PastStatus(9, 2, rollback=False)])
 
 
 @pytest.mark.parametrize(
-    ("version", "kept_in", "answer"),
+    ("version", "kept_in", "same"),
     [
-        (1, 1, RollbackReply.YES),
-        (2, 4, RollbackReply.YES),
-        (2, 2, RollbackReply.NO),
+        (1, 1, True),
+        (2, 4, True),
+        (2, 2, False),
     ],
 )
-def test_files_are_of_the_version_that_had_its_number_last(version: int, kept_in: int, answer: RollbackReply) -> None:
+def test_files_are_of_the_version_that_had_its_number_last(version: int, kept_in: int, same: bool) -> None:
     """A channel that went back uses numbers again; going back itself makes no other version of the old number."""
     history = [
         PastStatus(1, 1, rollback=False),
@@ -54,7 +55,7 @@ def test_files_are_of_the_version_that_had_its_number_last(version: int, kept_in
         PastStatus(3, 5, rollback=False),
     ]
     notes = Notes(channel="c", epoch=kept_in, version=version, manifest="m", table="t")
-    assert same_version(SavedVersion(Path("kept"), notes, {}, b""), version, history).answer is answer
+    assert (not other_version(SavedVersion(Path("kept"), notes, {}, b""), version, history)) is same
 
 
 @pytest.fixture
