@@ -66,7 +66,7 @@ class DcpFiles:
         self._loaded: dict[str, torch.Tensor] = {}
 
     def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
-        """Load the whole tensors that are missing, cut slices from them, and free those that are used up."""
+        """Load the whole tensors that are missing, cut slices from them, and free what is used up."""
         cuts = [self._by_name[spec.name] for spec in wanted]
         self._load({cut.source for cut in cuts} - self._loaded.keys())
         at = 0

@@ -130,13 +130,24 @@ Part = tuple[int, int, Box]
 
 
 @dataclass(frozen=True, eq=False)
-class TrainerShards:
-    """Distinct boxes, which make up every tensor exactly once. Holders of row r: base + stride * k, k < count."""
+class HolderSeries:
+    """Holders of rows: base + stride * k, k < count."""
 
-    boxes: Boxes
     base: Column
     stride: Column
     count: Column
+
+    def take(self, rows: Column) -> HolderSeries:
+        """The holders of these rows."""
+        return HolderSeries(self.base[rows], self.stride[rows], self.count[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerShards:
+    """Distinct boxes, which make up every tensor exactly once, and the holders of each."""
+
+    boxes: Boxes
+    holders: HolderSeries
 
 
 def trainer_shards(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
@@ -166,7 +177,7 @@ def trainer_shards(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
             tables.append(np.column_stack([rows[:, 0], first + rows[:, 1], holders, rows[:, 2:]]))
     table = np.concatenate(tables)
     boxes = Boxes(table[:, 0], table[:, 4 : 4 + AXES], table[:, 4 + AXES :])
-    return TrainerShards(boxes, table[:, 1], table[:, 2], table[:, 3])
+    return TrainerShards(boxes, HolderSeries(table[:, 1], table[:, 2], table[:, 3]))
 
 
 def _rows(parts: Iterable[Part]) -> Column:

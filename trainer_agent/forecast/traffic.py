@@ -27,7 +27,7 @@ from weightbus.dataplane.tensors import (
 )
 
 from .fleet import FleetError, ForecastTransport, PlacedEngines, Placement
-from .shards import EngineShards, Tensors, TrainerShards
+from .shards import EngineShards, HolderSeries, Tensors, TrainerShards
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,24 +51,8 @@ class Traffic:
     @classmethod
     def join(cls, parts: list[Traffic]) -> Traffic:
         """The traffic of several engines."""
-        if not parts:
-            nothing = np.empty(0, np.int64)
-            return cls(nothing, nothing, nothing)
-        columns = (np.concatenate([getattr(part, name) for part in parts]) for name in ("source", "target", "nbytes"))
-        return cls.of(*columns)
-
-
-@dataclass(frozen=True, eq=False)
-class HolderSeries:
-    """Holders of rows: base + stride * k, k < count."""
-
-    base: Column
-    stride: Column
-    count: Column
-
-    def take(self, rows: Column) -> HolderSeries:
-        """Those of these rows."""
-        return HolderSeries(self.base[rows], self.stride[rows], self.count[rows])
+        columns = [(part.source, part.target, part.nbytes) for part in parts] or [(np.empty(0, np.int64),) * 3]
+        return cls.of(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +88,7 @@ def shard_traffic(
 ) -> tuple[Traffic, ...]:
     """Traffic of a group whose workers get their own shards, engine by engine."""
     world = placement.trainer.gpus
-    holders = HolderSeries(held.base, held.stride, held.count)
+    holders = held.holders
     host = np.array(placement.host, np.int64)
     near = {host[gpu] for gpu in range(world)}
     anywhere: Column | None = None
@@ -177,14 +161,13 @@ def within(holders: HolderSeries, low: int, high: int) -> HolderSeries:
 
 def gathered_bytes(tensors: Tensors, held: TrainerShards) -> Column:
     """Bytes that each rank sends for whole tensors on rank 0, of replicas the lowest's: (ranks,)."""
-    return _sums(held.base, _sizes(tensors, held.boxes))
+    return _sums(held.holders.base, _sizes(tensors, held.boxes))
 
 
 def digested_bytes(tensors: Tensors, held: TrainerShards) -> Column:
     """Bytes that each rank reads for the digests (dataplane/reshard/digest_shares.py): (ranks,)."""
     order = _in_planners_order(held)
-    boxes = held.boxes.take(order)
-    holders = HolderSeries(held.base, held.stride, held.count).take(order)
+    boxes, holders = held.boxes.take(order), held.holders.take(order)
     return _sums(_dealt(holders, expected_read_bytes(boxes, *served_sizes(tensors.specs)), 0), _sizes(tensors, boxes))
 
 

@@ -1,7 +1,7 @@
-"""Sources over whole tensors: those that an exporter yields, such as Megatron-Bridge, and those that FSDP gathers.
+"""Sources over whole tensors, which an exporter such as Megatron-Bridge yields, or which FSDP gathers.
 
 Both are slower than a source of shards and need memory for whole tensors. `ExportedSource` is for models that
-model_families.py does not know, and an oracle for those that it does. `FullTensorSource` is for models whose checkpoint
+model_families.py does not know, and an oracle for the others. `FullTensorSource` is for models whose checkpoint
 tensors are no slices of the tensors in memory, so that `FSDPSource` refuses them; and to compare with.
 
 An exporter must yield the same names, shapes and dtypes in the same order on every call and on every rank; calls are

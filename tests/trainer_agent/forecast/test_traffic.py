@@ -66,7 +66,8 @@ def predicted(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]] | None:
 
 
 def holders(held: TrainerShards, row: int) -> list[int]:
-    return [int(held.base[row] + held.stride[row] * k) for k in range(int(held.count[row]))]
+    of = held.holders
+    return [int(of.base[row] + of.stride[row] * k) for k in range(int(of.count[row]))]
 
 
 def pieces_of(tensors: Tensors, boxes: Boxes, holder: Sequence[int]) -> Shards:
@@ -89,7 +90,7 @@ def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
     """The same from `make_plan`, worker by worker, out of replicas that are listed one by one."""
     tensors, placement = MODELS[name], place_engines(fleet)
     held = trainer_shards(tensors, fleet.trainer)
-    listed = [(row, each) for row in range(len(held.base)) for each in holders(held, row)]
+    listed = [(row, each) for row in range(len(held.boxes)) for each in holders(held, row)]
     pieces = pieces_of(tensors, held.boxes.take(np.array([row for row, _ in listed])), [each for _, each in listed])
     sizes = pieces.boxes.sizes * ITEM_SIZES[pieces.dtype]
     exports = []

@@ -192,7 +192,7 @@ nothing. Several values may mean the same: scaled by 1 is not scaled."""
 def compute_settings(config: object, model: HFModel) -> Iterator[Setting]:
     """Settings of `config`, a TransformerConfig, that may make another function of the same weights.
 
-    Those that affect `model`: a dense model has no router, whatever its config says of one.
+    Only settings that affect `model`: a dense model has no router, even if its config describes one.
     """
     yield from _attention(config, model)
     if "kv_lora" in model.sizes:
