@@ -237,7 +237,10 @@ class ProgressView:
         for name in ("round", "reward", "version", "lag", "old", "kB", *phases):
             table.add_column(name, justify="right")
         for each in rounds:
-            table.add_row(*_cells(each, phases))
+            lag = " ".join(f"{name}:{lag}" for name, lag in sorted(each.lag.items()))
+            seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in phases]
+            first = (str(each.number), f"{each.reward:.3f}", str(each.version), lag, str(each.token_lag))
+            table.add_row(*first, f"{each.nbytes / 1e3:.0f}", *seconds)
         console = self._console if self._console.is_terminal else Console(highlight=False, width=140)
         console.print(table)
         if verdict.complaint:
@@ -247,10 +250,3 @@ class ProgressView:
     def last(self, line: str) -> None:
         """Print a line as it is, never wrapped or colored."""
         self._console.print(line, markup=False, soft_wrap=True, highlight=False)
-
-
-def _cells(each: DemoRound, phases: Sequence[str]) -> list[str]:
-    lag = " ".join(f"{name}:{lag}" for name, lag in sorted(each.lag.items()))
-    seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in phases]
-    first = [str(each.number), f"{each.reward:.3f}", str(each.version), lag, str(each.token_lag)]
-    return [*first, f"{each.nbytes / 1e3:.0f}", *seconds]

@@ -125,7 +125,6 @@ class Forecast:
         )
 
 
-_Groups = tuple[Engines, ...]
 _WORTH: Final = 0.01
 """Least saving that is reported, as a fraction of the round."""
 
@@ -173,7 +172,7 @@ def _links(links: Links) -> Iterator[tuple[str, Links]]:
         yield "a NIC for each GPU", replace(links, nics_per_host=None)
 
 
-def _engines(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, _Groups]]:
+def _engines(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, tuple[Engines, ...]]]:
     """Another transport, another location, experts whole or cut; for all groups."""
     groups = fleet.engines
     for way in ForecastTransport:
@@ -182,7 +181,11 @@ def _engines(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, _Group
     for where in EngineLocation:
         if any(group.location is not where for group in groups):
             moved = tuple(replace(group, location=where, transport=None, shift=0) for group in groups)
-            yield f"engines on {where.value}, by {_ways(fleet, moved)}", moved
+            try:
+                chosen = {group.transport.value for group in place_engines(replace(fleet, engines=moved)).groups}
+            except FleetError:
+                continue  # this fleet cannot be changed so
+            yield f"engines on {where.value}, by {' and '.join(sorted(chosen))}", moved
     if forecast.tensors.model.family.experts:
         if any(group.ep < group.tp for group in groups):
             yield "engines with experts whole (engine ep = tp)", tuple(replace(each, ep=each.tp) for each in groups)
@@ -190,17 +193,7 @@ def _engines(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, _Group
             yield "engines with experts cut (engine ep = 1)", tuple(replace(each, ep=1) for each in groups)
 
 
-def _ways(fleet: FleetSpec, moved: _Groups) -> str:
-    """Transports that would be chosen for these groups; "nothing" for an impossible fleet."""
-    try:
-        groups = place_engines(replace(fleet, engines=moved)).groups
-    except FleetError:
-        return "nothing"
-    return " and ".join(sorted({group.transport.value for group in groups}))
-
-
 _BAR = 40
-_OFFERED = frozenset(kind.value for kind in TransportKind)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -222,16 +215,9 @@ class Report(msgspec.Struct, frozen=True):
 
 def report_of(forecast: Forecast, fleet: FleetSpec, most: int) -> Report:
     """Everything. Raises `FleetError` for a fleet that cannot be."""
-    ways = [group.transport for group in place_engines(fleet).groups]
-    settled = msgspec.structs.replace(
-        fleet,
-        engines=tuple(
-            msgspec.structs.replace(group, transport=way) for group, way in zip(fleet.engines, ways, strict=True)
-        ),
-    )
-    now = forecast.round(settled)
-    joining_s = forecast.joining_s(settled)
-    tensors = forecast.tensors
+    placed = place_engines(fleet).groups
+    settled = replace(fleet, engines=tuple(replace(each.engines, transport=each.transport) for each in placed))
+    tensors, now, joining_s = forecast.tensors, forecast.round(settled), forecast.joining_s(settled)
     found = changes(forecast, settled, now, most)
     return Report(
         model=tensors.model.architecture,
@@ -248,9 +234,9 @@ def report_of(forecast: Forecast, fleet: FleetSpec, most: int) -> Report:
 
 
 def _notes(fleet: FleetSpec, now: RoundCost, joining_s: float | None, found: tuple[WhatIf, ...]) -> Iterator[str]:
-    ways = sorted({group.transport.value for group in fleet.engines if group.transport is not None})
-    for way in ForecastTransport:
-        if way.value not in _OFFERED and (way.value in ways or any(way.value in each.what for each in found)):
+    ways = {group.transport for group in fleet.engines}
+    for way in set(ForecastTransport) - {ForecastTransport(kind.value) for kind in TransportKind}:
+        if way in ways or any(way.value in each.what for each in found):
             yield f"{way.value} is predicted, and not offered by this version"
     if now.kept_gigabytes > cost_model.GPU_GB.value:
         kept = f"{now.kept_gigabytes:.0f} GB of weights, a B300 has {cost_model.GPU_GB.value:g}"
@@ -258,16 +244,13 @@ def _notes(fleet: FleetSpec, now: RoundCost, joining_s: float | None, found: tup
     if fleet.links.nic is None and any("NIC" in load.link for load in now.loads):
         nic = cost_model.NIC_GB_S
         yield f"{nic.value:g} GB/s for a NIC is {nic.source}; --nic says what yours does"
-    if ForecastTransport.SENDS.value in ways:
+    if ForecastTransport.SENDS in ways:
         yield "sends were measured between two GPUs of a host: larger groups are taken to fill their links as well"
-        waits = (
-            ""
-            if now.double_buffered_pause_s is None
-            else f", and a request waits {_seconds(now.double_buffered_pause_s)}"
-        )
+        pause_s = now.double_buffered_pause_s
+        waits = "" if pause_s is None else f", and a request waits {_seconds(pause_s)}"
         yield f"engines are taken to stand still for what is sent: with memory for it they go on until the flip{waits}"
         yield "left out: what the first rank does for each pair of a rank and a worker before they begin"
-    if ForecastTransport.DISTRIBUTED.value in ways:
+    if ForecastTransport.DISTRIBUTED in ways:
         yield "distributed was measured with servers that join groups: over NVLink not with sidecars in their places"
     if joining_s is not None:
         yield "joining: its loader recorded ahead, from when the trainer offers the version (snapshots: every second)"
