@@ -264,7 +264,7 @@ def test_what_is_one_server(tmp_path: Path, one: str, other: str, same: bool) ->
 
 
 def test_a_released_claim_can_be_taken(tmp_path: Path) -> None:
-    """By anybody, as often as one likes."""
+    """By any process, any number of times."""
     first, second = ProcessLock(tmp_path / "lock", "one"), ProcessLock(tmp_path / "lock", "two")
     for _ in range(2):
         first.take()

@@ -65,7 +65,7 @@ my ($p) = sockaddr_in(getsockname(S)); print "$p\\n"; <STDIN>;
 
 @pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
 def test_a_server_behind_a_forwarded_port_meets_in_the_store_itself() -> None:
-    """Its loopback is another one: what listens on ours is no Python. And nobody may listen at all (a NAT's rule)."""
+    """Its loopback is another one: what listens on ours is no Python. Or there is no listener (a NAT's rule)."""
     command = ["perl", "-e", FORWARDER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forwarder:
         assert forwarder.stdout is not None

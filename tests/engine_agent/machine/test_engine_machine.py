@@ -106,7 +106,7 @@ def test_a_label_that_is_not_known_to_be_there_is_set_at_the_commit(spoilt: str)
         world.end()
         if spoilt == "launched again":
             world.found("second")
-            world.end()  # paused, as nobody knows what it holds
+            world.end()  # paused: its weights are of an unknown version
         world.prepare(2, 7)
         world.end()
         if spoilt == "launched again":
@@ -122,7 +122,7 @@ def test_a_label_that_is_not_known_to_be_there_is_set_at_the_commit(spoilt: str)
 
 
 def test_an_abort_ends_the_labeling() -> None:
-    """It is not waited for, and the server stays paused with weights that nobody committed."""
+    """It is not waited for, and the server stays paused with uncommitted weights."""
     world = World()
     world.slow_label = True
     world.to_loaded()
@@ -147,7 +147,7 @@ def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:
 
 
 def test_only_what_was_prepared_is_taken() -> None:
-    """A version that was never checked, nor its trainer, is not loaded: whoever commands must say `Prepare` first.
+    """A version that was never checked, nor its trainer, is not loaded: the coordinator must say `Prepare` first.
 
     (S9)
     """
@@ -190,7 +190,7 @@ def test_a_table_that_follows_is_the_one_of_what_is_held(proven: bool) -> None:
 
 
 def test_a_table_that_does_not_follow_leaves_the_server_dirty() -> None:
-    """All was taken, and nobody knows what it is."""
+    """All was taken, and it is of an unknown version."""
     world = World()
     world.asked = ""
     world.to_paused()
@@ -332,7 +332,7 @@ def test_a_version_not_taken_beside_costs_nothing(ends: str) -> None:
 
 @pytest.mark.parametrize("noticed", ["never", "before", "meanwhile"])
 def test_a_dead_server_is_not_said_to_serve(noticed: str) -> None:
-    """Its transfer failed beside what it served; an abort is answered with `Failed`, whoever notices."""
+    """Its transfer failed beside what it served; an abort is answered with `Failed` in either case."""
     world = World()
     to_staged(world)
     world.fail()
@@ -463,7 +463,7 @@ def test_an_error_tells_the_story() -> None:
 
 
 def test_abort_after_loading_keeps_the_server_paused() -> None:
-    """Verified but never committed: the old weights are gone, and the new ones are nobody's version."""
+    """Verified but never committed: the old weights are gone, and the new ones are no version."""
     world = World()
     world.to_loaded()
     failed = only(world.abort())
@@ -527,7 +527,7 @@ def test_a_dirty_server_is_held_back_without_the_coordinator() -> None:
 
 
 def test_pause_lease_resumes_a_clean_engine() -> None:
-    """With the coordinator gone, a paused engine that nobody touched serves its old version again (N7, F1c)."""
+    """With the coordinator gone, an untouched, paused engine serves its old version again (N7, F1c)."""
     world = World()
     world.to_paused()
     assert ran(world.tick(9, heard=True)) == []
@@ -583,7 +583,7 @@ def test_a_server_that_only_blinked_is_what_it_was() -> None:
 
 
 def test_before_anything_was_ever_committed_a_restart_is_clean() -> None:
-    """Launch weights are what everybody serves until the first version."""
+    """Every engine serves its launch weights until the first version."""
     world = World()
     world.gone()
     assert ran(world.found("second")) == []
@@ -631,7 +631,7 @@ def test_an_agent_restart_between_verified_and_commit() -> None:
 
 
 def test_an_agent_restart_while_serving() -> None:
-    """A clean engine goes on; the settling commit finds out that nobody paused it for good."""
+    """A clean engine goes on; the settling commit finds out that it was not paused for good."""
     before = World()
     before.to_serving(4)
     world = World(before.record)

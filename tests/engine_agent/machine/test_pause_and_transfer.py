@@ -1,4 +1,4 @@
-"""A pause and the transfer that is told with it: nobody asks the coordinator in between, and nothing is less safe."""
+"""A pause and the transfer that is told with it: the coordinator is not asked in between, and nothing is less safe."""
 
 import errno
 
@@ -77,7 +77,7 @@ def test_a_record_written_ahead_is_set_right(ends: str) -> None:
 
 
 def test_a_record_written_ahead_holds_a_server_back_after_a_crash() -> None:
-    """Between the two nobody can know how far it came: the server waits for a complete version."""
+    """Between the two its progress is not known: the server waits for a complete version."""
     world = World()
     to_pausing(world)
     again = World(world.record, joined=False)
@@ -140,7 +140,7 @@ def test_a_version_that_is_proven_while_it_is_taken_needs_no_second_look() -> No
 
 
 def test_nothing_is_taken_while_the_record_cannot_be_written() -> None:
-    """The disk refused what was to be written ahead: after a crash nobody would know that the weights are mixed."""
+    """The disk refused what was to be written ahead: after a crash no record would tell that the weights are mixed."""
     world = World()
     world.prepare()
     world.end()

@@ -86,15 +86,13 @@ def test_every_event_in_every_state(state: WeightState, event: WeightEvent) -> N
         assert (machine.state, machine.held, machine.taking, machine.paused) == before, "an illegal event changed it"
         return
     machine.handle(event, 2.0)
-    if (
-        not isinstance(event, VersionCommitted) or machine.held is not None
-    ):  # launch weights are nobody's version to commit
+    if not isinstance(event, VersionCommitted) or machine.held is not None:  # launch weights are no version to commit
         machine.check()
     assert machine.state in allowed
 
 
 def test_every_event_has_a_row() -> None:
-    """An event that nobody decided about does not exist; those that begin anew are the only ones without a row."""
+    """There is no event without a decision; those that begin anew are the only ones without a row."""
     assert set(TABLE) | {ServerRecognized, ServerLaunched} == set(get_args(WeightEvent))
     assert {type(event) for event in EVENTS} == set(TABLE)
     assert set(HEALTH) == set(WeightState)

@@ -154,7 +154,7 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """A real one, with ports that were free; its port, and the folder of everybody's keys."""
+    """A real one, with ports that were free; its port, and the folder of all keys."""
     folder, port, http = tmp_path_factory.mktemp("coordinator"), free_port(), free_port()
     everywhere = (Channel("*"),)
     make_deployment_keys(
@@ -430,7 +430,7 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
 def test_a_full_disk_beside_one_server_stops_no_engine(
     deployment: Deployment, tmp_path: Path, coordinator: tuple[int, Path]
 ) -> None:
-    """Its agent fails before it comes to the trainer, who is told: the other engine has its version in seconds.
+    """Its agent fails before it comes to the trainer, which is told: the other engine has its version in seconds.
 
     The trainer once waited for it as long as for the whole transfer, and then gave up the other one as well (F18).
     """
@@ -579,7 +579,7 @@ def give_back(deployment: Deployment) -> httpx.Response:
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_memory_that_was_given_back_returns_with_a_version(lending: Deployment, *, restart: bool) -> None:
-    """Nothing is served meanwhile, whoever restarts; then weights, version, proof, label, the rest, and on it goes."""
+    """Nothing is served meanwhile, with any restart; then weights, version, proof, label, the rest, and on it goes."""
     lending.publish(7)
     answer = give_back(lending)
     assert answer.status_code == 200, answer.text

@@ -45,7 +45,7 @@ def keep(folder: Path, channel: str, manifest: bytes = b"m", table: bytes = b"t"
 def test_only_what_was_committed_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, channel: str, committed: bytes, found: bool
 ) -> None:
-    """Not another version of that number, and not another channel's that somebody moved there; it is said once."""
+    """Not another version of that number, and not another channel's that was moved there; it is said once."""
     said: list[str] = []
     keep(place_of(tmp_path, "c", 7), channel)
     status = SimpleNamespace(version=7, table=blob_digest(committed))
@@ -63,7 +63,7 @@ def test_only_what_was_committed_is_found(
 
 
 def test_a_folder_that_is_not_there_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer may still make it, or the setting is wrong: nobody should find out when a server needs it."""
+    """The trainer may still make it, or the setting is wrong: that is to be found out before a server needs it."""
     said: list[str] = []
     monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(warning=lambda event, **_: said.append(event)))
     settings = EngineAgentSettings(name="e0", channel="c", saved_dir=tmp_path / "later")

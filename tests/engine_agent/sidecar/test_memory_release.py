@@ -107,7 +107,7 @@ def test_its_memory_counts_as_lent_from_the_moment_that_it_holds_nothing(refuses
     ],
 )
 def test_nothing_is_given_back_in_a_round(seen: dict[str, Any], reason: str) -> None:
-    """It would pull the memory from under the version that comes; whoever asked is told to ask again."""
+    """It would pull the memory from under the version that comes; the client is told to ask again."""
     queued: list[Callable[[], None]] = []
     answer = Sidecar().giving.ask(msgspec.structs.replace(VIEW, **seen), queued.append)
     assert (answer.ready, queued) == (False, [])

@@ -49,7 +49,7 @@ class Mixed:
         self._pool = ThreadPoolExecutor(4)
 
     def deliver(self, *engines: str) -> Delivery:
-        """Offer a new version to `engines`; nobody comes by itself."""
+        """Offer a new version to `engines`; none comes by itself."""
         self.epoch += 1
         self.trainer.step(self.epoch)
         self.session = self.trainer.session(self.epoch)

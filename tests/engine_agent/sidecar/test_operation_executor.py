@@ -1,4 +1,4 @@
-"""What is asked of a server, and of whoever published, before its weights are touched."""
+"""Questions to a server, and to the trainer that published, before its weights are touched."""
 
 import threading
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
 
 
 def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
-    """A group that waits for its ranks would hold every other engine; found out before, it holds nobody."""
+    """A group that waits for its ranks would hold every other engine; found out before, it holds none."""
     made: list[str] = []
 
     def receiver(kind: str) -> Any:
@@ -537,7 +537,7 @@ def test_a_table_that_followed_names_what_was_taken(
 
 @pytest.mark.parametrize("signed", ["by nobody", "as no text"])
 def test_an_unsigned_table_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: str) -> None:
-    """The transfer has failed, the weights are what nobody knows, and the cause is counted (G8, F25)."""
+    """The transfer has failed, the weights are unknown, and the cause is counted (G8, F25)."""
     cause = {"cause": "forged"}
     name = "weightbus_sidecar_publications_refused_total"
     before = METERS.registry.get_sample_value(name, cause) or 0.0

@@ -279,7 +279,7 @@ def test_a_server_without_our_loader_is_not_asked(stage: Stage) -> None:
 
 @pytest.mark.parametrize("when", ["before", "while it looks", "just before it asks"])
 def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """New requests would wait for a recording that nobody wants, and the agent's end for the server."""
+    """New requests would wait for an unwanted recording, and the agent's end for the server."""
     lives: list[Prerecorder] = []
     made, plain = Prerecorder.__init__, rehearsal.Prerecording.record
 

@@ -94,7 +94,7 @@ def test_the_steps_of_a_round_at_the_epoch_it_is_at() -> None:
     ],
 )
 def test_nothing_is_looked_for_without_need(seen: ServerView, committed: int | None) -> None:
-    """An engine that holds it, that a round has, or that nobody has spoken to yet."""
+    """An engine that holds it, that a round has, or that was never commanded yet."""
     machine = Resync("c", 0.0)
     assert not machine.looks(seen, committed, 0.0)
     assert not machine.looks(seen, committed, 1000.0)

@@ -1,4 +1,4 @@
-"""A server of which a worker has died: it answers for a while, and nobody may wait for it."""
+"""A server of which a worker has died: it answers for a while, and must not be waited for."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
 
 
 def test_workers_are_known_by_name_and_parent(launches: list[Launch]) -> None:
-    """Not the detokenizer, and nobody else's: another server of this host has its own."""
+    """Not the detokenizer, and no other server's: another server of this host has its own."""
     launches.append(Launch())
     for each in launches:
         workers = each.children[:2]

@@ -58,7 +58,7 @@ def test_check_config_shows_where_a_key_is_and_not_what(
 
 @KEYS
 def test_keys_are_no_flags(key: str) -> None:
-    """Command lines are everybody's to read: there is no flag for a key, and no abbreviation is taken for one."""
+    """Command lines can be read by every user: there is no flag for a key, and no abbreviation is taken for one."""
     flag = f"--{key.replace('_', '-')}={SECRET}"
     with pytest.raises(SystemExit):
         main(["engine-agent", "--name=e0", "--channel=c", flag, "--check-config"])
@@ -107,7 +107,7 @@ def test_a_key_is_given_once() -> None:
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
 def test_a_key_in_a_settings_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
-    """It is a secret file like any other, and is warned of; without a key in it the file is nobody's concern."""
+    """It is a secret file like any other, and is warned of; without a key in it the file is no secret."""
     text = f'[{SECTION}]\nname = "e0"\nchannel = "c"\n'
     with_key = written(tmp_path / "key.toml", f'{text}api_key = "{SECRET}"\n', mode)
     found = load_settings(EngineAgentSettings, SECTION, file=with_key).exposed()

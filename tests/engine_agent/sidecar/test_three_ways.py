@@ -344,7 +344,7 @@ JOINED = pytest.mark.parametrize("deployment", ["joined"], indirect=True, scope=
 
 
 def next_of(deployment: Deployment) -> tuple[int, int]:
-    """A version, and a seed whose weights nobody has."""
+    """A version, and a seed whose weights no engine has."""
     committed = deployment.channel()["committed"]
     version = committed["version"] + 1 if committed else 1
     return version, version % SEEDS
@@ -459,12 +459,12 @@ def test_an_engine_that_is_killed_in_the_middle_is_alone_in_it(deployment: Deplo
 @pytest.mark.parametrize("half", ["server", "sidecar"])
 @JOINED
 def test_so_is_a_server_that_takes_part_in_the_broadcast_itself(deployment: Deployment, half: str) -> None:
-    """Its worker waits in a collective then, and nobody reaches it there."""
+    """Its worker waits in a collective then, and cannot be reached there."""
     struck(deployment, "wide", half)
 
 
 def failing(deployment: Deployment, name: str) -> contextlib.AbstractContextManager[Path]:
-    """In its server, what `name` does in the middle of a version goes wrong, once. Nobody dies."""
+    """In its server, what `name` does in the middle of a version goes wrong, once. No process dies."""
     return deployment.told(POINTS[name]._replace(process=f"server-{name}"), "fail")
 
 
@@ -496,7 +496,7 @@ def test_an_engine_that_fails_in_the_middle_is_left_out_alone(deployment: Deploy
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_that_fails_once_is_retried_in_the_same_round(deployment: Deployment, name: str) -> None:
-    """By its own transport; nobody else is given anything twice, and all of them are committed together."""
+    """By its own transport; no other engine is given anything twice, and all of them are committed together."""
     committed_by_all(deployment)
     version, seed = next_of(deployment)
     before = {each: deployment.held(each)["updates"] for each in NAMES}

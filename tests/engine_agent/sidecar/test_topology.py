@@ -35,7 +35,7 @@ INFO = {"version": "0.5.23", "tp_size": 2, "pp_size": 1, "dp_size": 1, "device":
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """A driver that sees three GPUs, whoever asks; the environments in which it was asked."""
+    """A driver that sees three GPUs in any environment; the environments in which it was asked."""
     asked: list[dict[str, str]] = []
 
     def seen(environment: dict[str, str]) -> tuple[VisibleGpu, ...]:

@@ -62,7 +62,7 @@ def test_a_server_that_was_silent_is_refused_before_any_engine_stands_still() ->
 
 
 def test_whether_a_server_moves_is_looked_at_before_any_engine_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it did something lately: rounds that follow each other do not ask. Who says no has answered."""
+    """Unless it did something lately: rounds that follow each other do not ask. A refusal is an answer."""
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     server = Server()
@@ -95,7 +95,7 @@ def refuse() -> None:
 
 
 def test_what_another_launch_did_not_answer_is_forgotten() -> None:
-    """And who said no has answered."""
+    """And a refusal is an answer."""
     server = Server()
     vitals = WorkerHealth(cast("Any", server))
     vitals.learn(ServerRefused("/x", 400, "no"), "one")
@@ -109,7 +109,7 @@ def test_what_another_launch_did_not_answer_is_forgotten() -> None:
 
 
 def test_an_engine_that_kept_a_transfer_to_its_deadline_is_asked_before_the_next_one() -> None:
-    """It may have been the trainer: then the server answers, and nobody has lost anything."""
+    """It may have been the trainer: then the server answers, and nothing is lost."""
     server = Server()
     vitals = WorkerHealth(cast("Any", server))
     vitals.learn(DeadlineExceeded("worker 0 to copy", 30.0), "one")

@@ -250,7 +250,7 @@ def test_a_file_of_the_same_size_is_another_one(tmp_path: Path, how: str) -> Non
 
 @pytest.mark.parametrize("files", [True, False], ids=["from headers", "from the table"])
 def test_what_all_share_cannot_be_changed(tmp_path: Path, files: bool) -> None:
-    """It is the answer to the next one who asks."""
+    """It is the answer to the next question."""
     made = tiny_model.write(tmp_path / "m")
     if not files:
         (made / "model.safetensors").unlink()

@@ -21,7 +21,7 @@ time.sleep(600)
 
 
 def test_workers_end_with_a_server_that_is_killed() -> None:
-    """SIGKILL of the server alone, which leads its group: its workers, who may not have seen to it yet, are gone."""
+    """SIGKILL of the server alone, which leads its group: its workers, which may not have seen to it yet, are gone."""
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
         assert server.stdout

@@ -110,7 +110,7 @@ def test_a_launch_that_was_looked_at_ahead_is_paused_at_once(fake: FakeSGLang, *
 
 
 def test_a_look_of_long_ago_is_repeated_before_the_pause(fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round may be long prepared before it pauses anybody; what follows the pause must not have to look."""
+    """A round may be long prepared before it pauses an engine; what follows the pause must not have to look."""
     server = SGLangServer(fake.url)
     server.pin(server.identify(5).identity)
     calls = calls_of(server)
@@ -127,7 +127,7 @@ def test_a_look_of_long_ago_is_repeated_before_the_pause(fake: FakeSGLang, monke
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_a_pause_is_of_the_kind_that_was_asked_for(fake: FakeSGLang, mode: str) -> None:
-    """Requests that run are kept, computed again or ended: that is the channel's policy, and nobody else's."""
+    """Requests that run are kept, computed again or ended: that is the channel's policy alone."""
     server = SGLangServer(fake.url)
     server.identify(5)
 

@@ -129,7 +129,7 @@ def test_the_groups_of_a_sidecar_that_was_killed_are_left(server: Server, sideca
 
 
 def test_a_kill_of_the_sidecar_and_all_its_processes_leaves_the_stand_in(server: Server, sidecar: Sidecar) -> None:
-    """As a supervisor ends what it has started, with a signal that nobody can ignore."""
+    """As a supervisor ends what it has started, with a signal that cannot be ignored."""
     sidecar.told("used one")
     os.killpg(sidecar.process.pid, signal.SIGKILL)
     assert server.left.get(timeout=AT_ONCE_S)[2] == "one"
@@ -152,7 +152,7 @@ def test_no_engine_waits_in_a_group_any_more_when_the_coordinator_gives_a_sideca
 def test_the_groups_of_one_that_stands_still_are_left_while_they_are_used(server: Server, sidecar: Sidecar) -> None:
     """Others wait in them. One that only keeps them for the next round may stand as long as it likes.
 
-    Who goes on learns of it: else it would say that its server is in them, and the next round would come to nothing.
+    A process that goes on learns of it: else it would say that its server is in them, and the next round would fail.
     """
     sidecar.told("used one")
     sidecar.process.send_signal(signal.SIGSTOP)

@@ -96,7 +96,7 @@ def test_another_agent_knows_what_was_given_back(fake: FakeSGLang, connected: Co
 
 
 def test_what_was_refused_is_not_asked_back(fake: FakeSGLang, connected: Connect) -> None:
-    """A server that said no has everything; of one that died over it nobody knows, and the file says given."""
+    """A server that said no has everything; of one that died over it that is not known, and the file says given."""
     server = connected()
     fake.inject("/release_memory_occupation", "refuse")
     server.prepare_release()

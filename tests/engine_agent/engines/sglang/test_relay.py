@@ -1,4 +1,4 @@
-"""A rendezvous store that is reached through a relay, and what becomes of who waits in it when that is cut."""
+"""A rendezvous store that is reached through a relay, and the fate of clients that wait in it when that is cut."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def come(relay: StoreProxy) -> TCPStore:
 
 
 def test_a_store_is_the_same_through_a_relay(store: TCPStore) -> None:
-    """Several clients, values larger than a packet, and who waits for a key that comes later."""
+    """Several clients, values larger than a packet, and a client that waits for a key that comes later."""
     relay = StoreProxy(store.host, store.port, "127.0.0.1")
     one, other = come(relay), come(relay)
     found: list[bytes] = []
@@ -57,7 +57,7 @@ def test_a_store_is_the_same_through_a_relay(store: TCPStore) -> None:
 
 
 def test_a_worker_that_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) -> None:
-    """Although the store itself is well; and nobody comes to it this way any more."""
+    """Although the store itself is well; and no client comes to it this way any more."""
     relay = StoreProxy(store.host, store.port, "127.0.0.1")
     client = come(relay)
     errors: list[Exception] = []
@@ -95,7 +95,7 @@ def test_a_worker_that_comes_too_late_is_told_so_and_does_not_try_again(cut: boo
 
 
 def test_a_worker_that_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> None:
-    """Each of them, as where nobody listens any more. To the address of this one the kernel knows no way at all."""
+    """Each of them, as without a listener. To the address of this one the kernel knows no way at all."""
     relay = StoreProxy("255.255.255.255", 9, "127.0.0.1")
     for _ in range(2):
         with socket.create_connection(relay.at, AT_ONCE_S) as client:
@@ -118,7 +118,7 @@ def test_a_worker_that_asks_for_a_name_first_is_let_in_until_it_has_spoken() -> 
 
 
 def test_a_relay_that_has_no_room_for_one_has_it_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process with too many open files, say: who is sent away comes again, and is told then."""
+    """A process with too many open files, say: a client that is sent away comes again, and is told then."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = StoreProxy("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
 
@@ -139,7 +139,7 @@ def test_a_relay_that_has_no_room_for_one_has_it_for_the_next(monkeypatch: pytes
 def test_a_relay_is_cut_by_a_process_that_can_open_nothing_more(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With too many open files, say. Who waits in the store is told none the less."""
+    """With too many open files, say. A client that waits in the store is told none the less."""
     relay = StoreProxy(store.host, store.port, "127.0.0.1")
     with socket.create_connection(relay.at, AT_ONCE_S) as client:
         client.settimeout(AT_ONCE_S)
