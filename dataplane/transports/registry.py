@@ -33,8 +33,9 @@ def register(transport: Transport) -> None:
         raise ValueError(f"there is a transport {transport.name!r} already")
 
 
+@cache
 def by_name(name: str) -> Transport:
-    """The transport of that name. Raises `Unsupported` where this process knows none."""
+    """The transport of that name, found once. Raises `Unsupported` where this process knows none."""
     if name not in _known and name in _installed():
         try:
             register(_installed()[name].load())

@@ -50,6 +50,9 @@ class SenderState:
         """Fail `engine` when this sender waits, or sends, the next time. From any thread."""
         self._withdrawn.setdefault(engine, reason)
 
+    def reclaim(self, index: int, deadline_s: float) -> None:
+        """Return at once: no engine reads a staging buffer, or not after `send` has returned."""
+
     def _begin_session(self) -> None:
         self.failed, self.spared, self._withdrawn = {}, frozenset(), {}
 

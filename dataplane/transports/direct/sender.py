@@ -93,11 +93,6 @@ class DirectSender(SocketSender[_Reader]):
         self._pump(0.0)
         self._require_some(self._peers)
 
-    def reclaim(self, index: int, deadline_s: float) -> None:
-        """Returns at once: no receiver reads buckets."""
-        del index, deadline_s
-        self._pump(0.0)
-
     def close(self) -> None:
         """Hang up. Exported memory stays exported: it belongs to the exporters."""
         super().close()

@@ -220,7 +220,7 @@ class DiskSender(SenderState):
     def send(self, index: int, slot: StagingBuffer, deadline_s: float) -> None:
         """Write bucket `index` as a shard; returns when it is on the disk."""
         del deadline_s  # a write cannot be called off
-        writer = self._written()
+        _, writer = self._on_offer()
         self._drop_withdrawn()
         self._require_some(self._live)
         try:
@@ -229,13 +229,12 @@ class DiskSender(SenderState):
             self._fail_all(f"shard {index} could not be written: {error}")
             raise TransferFailed(f"shard {index} could not be written to {writer.writing}: {error}") from error
 
-    def reclaim(self, index: int, deadline_s: float) -> None:
-        """Nothing to wait for: `send` returned when the bytes were on the disk."""
-
     def finish(self, deadline_s: float) -> None:
         """Let the checkpoint appear, and wait until every engine has loaded it or is in `failed`."""
+        session, writer = self._on_offer()
         try:
-            self._publish()
+            writer.finish(_notes(session))
+            self._complete = True
         except OSError as error:
             self._fail_all(f"the checkpoint could not be completed: {error}")
             return
@@ -256,20 +255,10 @@ class DiskSender(SenderState):
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> TransferSession:
-        if self._session is None:
+    def _on_offer(self) -> tuple[TransferSession, CheckpointWriter]:
+        if self._session is None or self._writer is None:
             raise TransferFailed("nothing is on offer: call offer first")
-        return self._session
-
-    def _publish(self) -> None:
-        """Let the checkpoint appear."""
-        self._written().finish(_notes(self._open()))
-        self._complete = True
-
-    def _written(self) -> CheckpointWriter:
-        if self._writer is None:
-            raise TransferFailed("nothing is on offer: call offer first")
-        return self._writer
+        return self._session, self._writer
 
     def _discard_unfinished(self) -> None:
         """A crashed sender's leftovers: no other trainer writes in this channel while this one holds its lease."""
@@ -297,7 +286,7 @@ class DiskSender(SenderState):
 
     def _wait(self, deadline_s: float, pending: Callable[[str], bool], reproach: str) -> None:
         deadline = Deadline(deadline_s)
-        self._open()
+        self._on_offer()
         while True:
             for engine in sorted(self._live):
                 reader = self._reader(engine)

@@ -157,7 +157,7 @@ class _Line:
         self.over = threading.Event()
         self._used = False
         self._lock = threading.Lock()
-        self.thread = threading.Thread(target=self._run, name="weightbus-source-watchdog", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="weightbus-watchdog", daemon=True)
         self.thread.start()
 
     def use(self, used: bool) -> None:

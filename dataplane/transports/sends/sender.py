@@ -228,10 +228,6 @@ class SendsSender(SenderState):
         """Nothing is sent from buckets."""
         del index, slot, deadline_s
 
-    def reclaim(self, index: int, deadline_s: float) -> None:
-        """Returns at once: no receiver reads buckets."""
-        del index, deadline_s
-
     def finish(self, deadline_s: float) -> None:
         """Wait until every engine holds the version, or is in `failed`."""
         deadline = Deadline(deadline_s)

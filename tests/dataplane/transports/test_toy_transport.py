@@ -33,9 +33,11 @@ pytestmark = pytest.mark.timeout(180)
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten after it."""
     monkeypatch.setattr(registry, "_known", dict(registry._known))
-    registry._installed.cache_clear()
+    for cached in (registry._installed, registry.by_name):
+        cached.cache_clear()
     yield
-    registry._installed.cache_clear()
+    for cached in (registry._installed, registry.by_name):
+        cached.cache_clear()
 
 
 @pytest.fixture
