@@ -557,11 +557,6 @@ def refill(parameters: Any, seed: int) -> None:
                 parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02, generator=whole)
 
 
-def environment_of_one(port: int) -> None:
-    """Let torch.distributed begin in a process that nobody launched."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-
-
 def read_layout(work: Path) -> dict[str, Any]:
     """What `orchestrate` has written."""
     found: dict[str, Any] = json.loads((work / "layout.json").read_text())
