@@ -56,7 +56,7 @@ from .effects import (
     RoundEnded,
 )
 from .engine_registry import AllowedVersions, EngineRecord, EngineRegistry, readiness
-from .membership import Agent, LateGrant, Lease, LeaseHolder, may_acquire, may_use
+from .membership import Agent, LateGrant, Lease, LeaseHolder
 from .participants import Participant, PendingCommands, SendToAgents, wave_order
 from .round import Round
 from .states import (
@@ -348,14 +348,7 @@ class Channel:
 
     def acquire(self, agent: Agent, message: Acquire, now: float) -> Decision:
         """Request the lease. If it is free, the answer follows once the new epoch is durable."""
-        verdict = may_acquire(
-            self.lease,
-            agent.name,
-            agent.incarnation,
-            round_=self.round.state if self.round else None,
-            now=now,
-            lease_s=self._limits.lease_s,
-        )
+        verdict = self._lease_holder.may_acquire(agent, self.round.state if self.round else None, now)
         if not verdict.ok:
             return verdict
         if self.committed and message.version < self.committed.version and not message.rollback:
@@ -366,7 +359,7 @@ class Channel:
 
     def release(self, agent: Agent, message: Release) -> Decision:
         """End a lease under which nothing was published."""
-        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
+        verdict = self._lease_holder.may_use(agent, message.epoch, self.epoch)
         if verdict.ok and self.round:
             return Decision(RefusalCode.NOT_ALLOWED, "a round is running under this lease: send Abandon instead")
         if verdict.ok:
@@ -382,7 +375,7 @@ class Channel:
         if self._round_replies.get(message.request) or (self._is_committed(message) and not lacked):
             self.repeat_done(agent, message)
             return YES
-        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
+        verdict = self._lease_holder.may_use(agent, message.epoch, self.epoch)
         routes = self._routes_of(message, agent, among=engines if message.catch_up else None)
         if verdict.ok:
             verdict = self._may_begin(message, missing, routes)
@@ -426,7 +419,7 @@ class Channel:
 
     def transfer_reported(self, agent: Agent, message: Offered | Sent, missing: str, now: float) -> Decision:
         """The trainer opened its half of the transports, or finished sending. `missing`: as for `publish`."""
-        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
+        verdict = self._lease_holder.may_use(agent, message.epoch, self.epoch)
         if not verdict.ok or self.round is None:
             return verdict
         if isinstance(message, Offered):
@@ -443,7 +436,7 @@ class Channel:
         """The trainer cannot go on. Any epoch of its lease is accepted: it may not know of a retry yet."""
         lease = self.lease
         epoch = lease.epoch if lease and lease.first_epoch <= message.epoch <= lease.epoch else message.epoch
-        verdict = may_use(lease, agent.name, agent.incarnation, epoch, self.epoch)
+        verdict = self._lease_holder.may_use(agent, epoch, self.epoch)
         if verdict.ok and lease:
             if self.round:
                 end = self.round.trainer_lost if self.round.transfer_complete else self.round.abandon

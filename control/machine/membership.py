@@ -355,55 +355,6 @@ _ENDING_S: Final = 0.2
 """Seconds after which to acquire again while a round ends: most engines resume in less."""
 
 
-def may_acquire(
-    lease: Lease | None,
-    agent: AgentId,
-    incarnation: Incarnation,
-    *,
-    round_: RoundState | None,
-    now: float,
-    lease_s: float,
-) -> Decision:
-    """Whether `agent` may acquire the lease. It may replace its own unused lease, but not during a round.
-
-    `round_` is the state of the running round. A trainer whose own round can only end by now is told to wait for that.
-    """
-    in_round = round_ is not None
-    if lease is None and not in_round:
-        return YES
-    if lease is None:
-        return Decision(RefusalCode.LEASE_HELD, "the last round is still coming to its end", 1.0)
-    mine = lease.holder == agent and lease.incarnation == incarnation
-    if mine and not in_round:
-        return YES
-    if mine and round_ not in BEFORE_COMMIT:
-        return Decision(
-            RefusalCode.LEASE_HELD, f"your round at epoch {lease.epoch} is still coming to its end", _ENDING_S
-        )
-    if mine:
-        return Decision(
-            RefusalCode.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it"
-        )
-    remaining = max(0.0, lease.expires_at(lease_s) - now)
-    reason = f"{lease.holder} holds the channel at epoch {lease.epoch} for version {lease.version}"
-    return Decision(RefusalCode.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
-
-
-def may_use(lease: Lease | None, agent: AgentId, incarnation: Incarnation, epoch: Epoch, highest: Epoch) -> Decision:
-    """Whether `agent` may act under `epoch`, where `highest` is the highest epoch ever taken in the channel."""
-    if epoch > highest:
-        return Decision(RefusalCode.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
-    if lease is None:
-        return Decision(RefusalCode.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")
-    if lease.holder != agent or lease.incarnation != incarnation:
-        return Decision(
-            RefusalCode.STALE_EPOCH, f"{lease.holder} has been granted epoch {lease.epoch} since; acquire again"
-        )
-    if epoch != lease.epoch:
-        return Decision(RefusalCode.STALE_EPOCH, f"found epoch {epoch}, expected {lease.epoch}; acquire again")
-    return YES
-
-
 class LateGrant(msgspec.Struct, frozen=True):
     """The answer to an `Acquire`, which had to wait for the journal."""
 
@@ -425,6 +376,40 @@ class LeaseHolder:
     def held_by(self, agent: Agent) -> bool:
         """Whether this incarnation holds the lease."""
         return self.lease is not None and (self.lease.holder, self.lease.incarnation) == (agent.name, agent.incarnation)
+
+    def may_acquire(self, agent: Agent, round_: RoundState | None, now: float) -> Decision:
+        """Whether `agent` may acquire the lease. It may replace its own unused lease, but not during a round.
+
+        `round_` is the state of the running round. A trainer with a round that can only end by now is told to wait.
+        """
+        lease, mine = self.lease, self.held_by(agent)
+        if round_ is None and (lease is None or mine):
+            return YES
+        if lease is None:
+            return Decision(RefusalCode.LEASE_HELD, "the last round is still coming to its end", 1.0)
+        own = f"your round at epoch {lease.epoch} is"
+        if mine and round_ not in BEFORE_COMMIT:
+            return Decision(RefusalCode.LEASE_HELD, f"{own} still coming to its end", _ENDING_S)
+        if mine:
+            return Decision(RefusalCode.NOT_ALLOWED, f"{own} running: wait for RoundDone or Abandon it")
+        remaining = max(0.0, lease.expires_at(self._limits.lease_s) - now)
+        reason = f"{lease.holder} holds the channel at epoch {lease.epoch} for version {lease.version}"
+        return Decision(RefusalCode.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
+
+    def may_use(self, agent: Agent, epoch: Epoch, highest: Epoch) -> Decision:
+        """Whether `agent` may act under `epoch`, where `highest` is the highest epoch ever taken in the channel."""
+        lease = self.lease
+        if epoch > highest:
+            return Decision(RefusalCode.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
+        if lease is None:
+            found = f"epoch {epoch} has ended"
+        elif not self.held_by(agent):
+            found = f"{lease.holder} has been granted epoch {lease.epoch} since"
+        elif epoch != lease.epoch:
+            found = f"found epoch {epoch}, expected {lease.epoch}"
+        else:
+            return YES
+        return Decision(RefusalCode.STALE_EPOCH, f"{found}; acquire again")
 
     def request(self, agent: Agent, message: Acquire, epoch: Epoch) -> EpochTaken:
         """Note the request of `agent`. Returns the record that must be durable before the lease is granted."""

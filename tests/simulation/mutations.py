@@ -353,8 +353,8 @@ MUTATIONS: Final = (
         "no-fencing-of-trainers",
         "one-holder",
         "control/machine/membership.py",
-        '        return Decision(RefusalCode.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")\n',
-        "        return YES\n    return YES\n",
+        '        return Decision(RefusalCode.STALE_EPOCH, f"{found}; acquire again")\n',
+        "        return YES\n",
     ),
     _m(
         "grants-a-channel-that-is-held",

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from weightbus.control.machine.effects import Refusal, RoundClosed, RoundEnded, Tick
-from weightbus.control.machine.membership import Lease, may_acquire, may_use
+from weightbus.control.machine.membership import Agent, Lease, LeaseHolder
 from weightbus.control.machine.states import YES, Limits, RoundState
 from weightbus.control.protocol.messages import (
     Abandon,
@@ -27,6 +27,7 @@ from weightbus.control.protocol.messages import (
     RefusalCode,
     Refused,
     Release,
+    Role,
     RoundDone,
     Sent,
     Transfer,
@@ -44,6 +45,24 @@ HELD = Lease(
     granted_at=0.0,
     heard_at=0.0,
 )
+
+
+def holder(lease: Lease | None) -> LeaseHolder:
+    found = LeaseHolder(CHANNEL, Limits(), ())
+    found.lease = lease
+    return found
+
+
+def agent(who: str) -> Agent:
+    name, life = who.split()
+    return Agent(
+        name=AgentId(name),
+        role=Role.TRAINER,
+        channel=CHANNEL,
+        incarnation=Incarnation(life),
+        peer=None,
+        heard_at=0.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,8 +83,7 @@ def test_may_acquire(lease: Lease | None, who: str, round_: RoundState | None, c
 
     One's own round is to be given up first, or has only to come to its end.
     """
-    name, life = who.split()
-    verdict = may_acquire(lease, AgentId(name), Incarnation(life), round_=round_, now=1.0, lease_s=10.0)
+    verdict = holder(lease).may_acquire(agent(who), round_, now=1.0)
     assert verdict.code is code
     assert bool(verdict.reason) is (code is not None)
     assert (verdict.retry_after_s > 0) is (code is RefusalCode.LEASE_HELD)
@@ -84,8 +102,7 @@ def test_may_acquire(lease: Lease | None, who: str, round_: RoundState | None, c
 )
 def test_epochs_are_compared(lease: Lease | None, who: str, epoch: int, code: RefusalCode | None) -> None:
     """Only the holder's own life, under exactly the current epoch, may act (S17)."""
-    name, life = who.split()
-    assert may_use(lease, AgentId(name), Incarnation(life), Epoch(epoch), Epoch(5)).code is code
+    assert holder(lease).may_use(agent(who), Epoch(epoch), Epoch(5)).code is code
     assert YES.ok
 
 
