@@ -2,13 +2,6 @@
 
 A `Source` turns the live parameters of a group of training ranks into Hugging Face tensors, packed into the buckets
 of a manifest. It decides nothing about versions, engines or transports, and never sees the control plane.
-
-    SourceError
-        UnsupportedModel     the served model, or a feature of the trained one, has no rule here
-        UnknownParameter     a parameter that no rule names: nothing is skipped in silence
-        LayoutMismatch       the trained model is not the one that the Hugging Face config describes
-        RanksDisagree        the ranks of the group do not hold parts of one model
-        AssemblyFailed       a collective broke off: the source cannot be used again, build a new one
 """
 
 from __future__ import annotations
@@ -28,11 +21,11 @@ class SourceError(Exception):
 
 
 class UnsupportedModel(SourceError):
-    """A model, or a feature of the trained one, that the source does not know."""
+    """The served model, or a feature of the trained one, has no rule here."""
 
 
 class UnknownParameter(SourceError):
-    """A parameter that no rule names."""
+    """A parameter that no rule names: nothing is skipped in silence."""
 
     def __init__(self, name: str, shape: Sequence[int], detail: str, advice: str) -> None:
         self.name = name
@@ -49,7 +42,7 @@ class RanksDisagree(SourceError):
 
 
 class AssemblyFailed(SourceError):
-    """A collective broke off. Its group may still hold half of a message, so the source cannot be used again."""
+    """A collective broke off. Its group may still hold half of a message: build a new source."""
 
 
 SERVABLE_DTYPES: Final = ("bfloat16", "float16", "float32", "float64")

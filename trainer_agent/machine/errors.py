@@ -1,21 +1,5 @@
 """Errors of `TrainerAgent`, by what the training loop can do about them, and the handle that raises them later.
 
-    TrainerError
-        ConnectFailed           the agent could not be started: the message says what to check
-        PublishFailed           the version was not committed; `report` says how far it came
-            PublishRefused      a retry does not help: `code` says why (version not newer, not allowed)
-            LeaseBusy           another trainer held the channel until the deadline: publish again later
-            RoundAborted        the round was aborted, engines serve what they served: publish again
-            CoordinatorLost     no answer: publish again; a version that was committed after all is recognized then
-            SourceFailed        the weights could not be read: build the source anew, and connect again
-            WeightsChanged      the weights changed while `publish` ran: publish again without stepping them
-            Superseded          a newer snapshot took this one's place, as the setting `overlap` allows: nothing to do
-        TooFarAhead             engines do not keep up as `max_lag` requires: `handle` is of the version's publication
-        AgentClosed             the agent was closed, or its source broke: connect a new one
-        RollbackRefused         the channel never had that version, or has none above it: nothing was changed
-        BadCheckpoint           a folder is not a publishable checkpoint: the watcher goes on with the next
-            UnfinishedCheckpoint    a part of it is missing, and may still come
-
 Errors are raised on every rank of the group alike. An exception that a source raises on this rank (source.py) is the
 `__cause__` of `SourceFailed`.
 """
@@ -37,11 +21,11 @@ class TrainerError(WeightbusError):
 
 
 class ConnectFailed(TrainerError):
-    """The agent could not be started on every rank."""
+    """The agent could not be started on every rank: the message says what to check."""
 
 
 class AgentClosed(TrainerError):
-    """The agent is closed and publishes no more versions."""
+    """The agent was closed, or its source broke: connect a new one."""
 
 
 class TooFarAhead(TrainerError):
@@ -57,7 +41,7 @@ class TooFarAhead(TrainerError):
 
 
 class RollbackRefused(TrainerError):
-    """The channel cannot go back to that version. Nothing was changed."""
+    """The channel never had that version, or has none above it. Nothing was changed."""
 
     def __init__(self, channel: str, version: int, reason: str) -> None:
         self.channel = channel
@@ -66,7 +50,7 @@ class RollbackRefused(TrainerError):
 
 
 class BadCheckpoint(TrainerError):
-    """A folder on disk is not a publishable checkpoint."""
+    """A folder on disk is not a publishable checkpoint: the watcher goes on with the next."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.path = path
@@ -79,7 +63,7 @@ class UnfinishedCheckpoint(BadCheckpoint):
 
 
 class PublishFailed(TrainerError):
-    """The version was not committed."""
+    """The version was not committed; `report` says how far it came."""
 
     def __init__(self, result: PublicationResult, report: PublishReport) -> None:
         self.result = result
@@ -93,31 +77,34 @@ class PublishFailed(TrainerError):
 
 
 class PublishRefused(PublishFailed):
-    """The coordinator does not allow the version, and a retry would be refused too."""
+    """A retry does not help: `code` says why (version not newer, not allowed)."""
 
 
 class LeaseBusy(PublishFailed):
-    """Another trainer held the channel until the deadline."""
+    """Another trainer held the channel until the deadline: publish again later."""
 
 
 class RoundAborted(PublishFailed):
-    """The round was aborted. Engines serve what they served, or are quarantined: `report.engines` says which."""
+    """The round was aborted: publish again. Engines serve what they served, or are quarantined: see `report.engines`."""
 
 
 class CoordinatorLost(PublishFailed):
-    """The coordinator did not answer."""
+    """No answer: publish again; a version that was committed after all is recognized then."""
 
 
 class SourceFailed(PublishFailed):
-    """The weights could not be read. Engines that hold all of the previous version may serve it."""
+    """The weights could not be read: build the source anew, and connect again.
+
+    Engines that hold all of the previous version may serve it.
+    """
 
 
 class WeightsChanged(PublishFailed):
-    """The weights changed between the first and the second time they were read."""
+    """The weights changed while `publish` ran: publish again without stepping them."""
 
 
 class Superseded(PublishFailed):
-    """A newer snapshot took its place before its round began."""
+    """A newer snapshot took its place before its round began, as the setting `overlap` allows: nothing to do."""
 
 
 _BY_ENDING: Final[dict[EndReason, type[PublishFailed]]] = {

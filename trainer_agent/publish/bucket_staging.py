@@ -216,7 +216,18 @@ class BucketStaging:
             if taken.in_place and not taken.reads_memory and self.in_place is not None:
                 self.in_place.join_sends(offer, epoch, deadline_s)
             elif taken.divides and not alone:
-                self.ranks.tell(broadcast_command(offer, epoch, deadline_s, whole=self.whole))
+                self.ranks.tell(
+                    commands.JoinBroadcast(
+                        address=offer.address,
+                        group=offer.group,
+                        backend=offer.backend,
+                        world_size=offer.world_size,
+                        token=offer.token,
+                        epoch=epoch,
+                        deadline_s=deadline_s,
+                        whole=self.whole,
+                    )
+                )
 
     def refill(self, buckets: range, watch: Stopwatch) -> None:
         """Assemble `buckets` again. Collective. Raises `WeightsDiffer` if a tensor has changed since the digests."""
@@ -297,19 +308,17 @@ class VersionLayout(NamedTuple):
     def of(cls, source: Source, settings: TrainerSettings) -> Self:
         """Cut buckets by pipeline stage if stages may broadcast them; the same on every rank. Collective."""
         tensors = source.tensors()
-        if isinstance(source, PipelineSource) and any(
-            transports.by_name(kind).divides for kind in settings.preferences()
-        ):
+        divisible = any(transports.by_name(kind).divides for kind in settings.preferences())
+        if isinstance(source, PipelineSource) and divisible:
             roots = source.roots()
             ranks = sorted(set(roots))
             if ranks[0] == 0 and len(ranks) > 1:
                 owners = [ranks.index(root) for root in roots]
                 manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
                 pipeline = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
-                places = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
-                return cls(
-                    manifest, pipeline, tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in places)
-                )
+                found = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
+                places = tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in found)
+                return cls(manifest, pipeline, places)
         return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
 
 
@@ -320,6 +329,9 @@ class _Found(msgspec.Struct, frozen=True):
     """By bucket."""
     live: tuple[LiveDigests, ...] = ()
     error: str = ""
+
+
+_FOUND: Final = msgspec.msgpack.Decoder(_Found)
 
 
 class PipelineBroadcast:
@@ -391,14 +403,6 @@ class PipelineBroadcast:
                 sender.filled(self.sources.place(index) + 1)
         return differing
 
-    def broadcast(self, address: Address, epoch: int, deadline_s: float, *, whole: bool) -> None:
-        """Have this rank send its buckets in `epoch`, by a thread of its own; `whole`: all are assembled."""
-        if self._source_rank is None:
-            return
-        buckets = [self._memory(index)[: self._manifest.buckets[index].nbytes] for index in self._own]
-        filled = len(buckets) if whole else 0
-        self._source_rank.begin(address, epoch, self.sources, buckets, deadline_s, filled)
-
     def execute(self, command: commands.PipelineCommand) -> None:
         """Execute a command of rank 0, which makes the same calls. A failure ends the session on every rank."""
         try:
@@ -408,20 +412,22 @@ class PipelineBroadcast:
                 case commands.RefillStage():
                     self.refill(command.first, command.last, Stopwatch())
                 case commands.JoinBroadcast():
-                    address = Address(
-                        command.address,
-                        command.group,
-                        command.backend,
-                        world_size=command.world_size,
-                        token=command.token,
-                    )
-                    self.broadcast(address, command.epoch, command.deadline_s, whole=command.whole)
+                    self._join(command)
                 case _:  # pragma: no cover
                     assert_never(command)
         except BaseException:
             if self._source_rank is not None:
                 self._source_rank.stop()
             raise
+
+    def _join(self, command: commands.JoinBroadcast) -> None:
+        """Have this rank send its buckets, by a thread of its own."""
+        if self._source_rank is None:
+            return
+        buckets = [self._memory(index)[: self._manifest.buckets[index].nbytes] for index in self._own]
+        filled = len(buckets) if command.whole else 0
+        address = Address(command.address, command.group, command.backend, command.world_size, command.token)
+        self._source_rank.begin(address, command.epoch, self.sources, buckets, command.deadline_s, filled)
 
     def close(self) -> None:
         """Leave the group, and release the staging buffers."""
@@ -475,23 +481,6 @@ def differing_tensors(manifest: Manifest, bucket: BucketSpec, found: bytes, expe
         for at, tensor in enumerate(manifest.tensors[bucket.first : bucket.last])
         if found[at * size : (at + 1) * size] != expected[at * size : (at + 1) * size]
     ]
-
-
-def broadcast_command(offer: Endpoint, epoch: int, deadline_s: float, *, whole: bool) -> commands.JoinBroadcast:
-    """The command that tells the other sources of an offer."""
-    return commands.JoinBroadcast(
-        address=offer.address,
-        group=offer.group,
-        backend=offer.backend,
-        world_size=offer.world_size,
-        token=offer.token,
-        epoch=epoch,
-        deadline_s=deadline_s,
-        whole=whole,
-    )
-
-
-_FOUND: Final = msgspec.msgpack.Decoder(_Found)
 
 
 LONG_S: Final = 3.0

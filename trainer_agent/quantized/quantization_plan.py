@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -116,15 +116,15 @@ class RankWork(msgspec.Struct, frozen=True):
     """Number of the arena's first storage: the storage of dtype `d` is ``base + DTYPES.index(d)``."""
 
 
-class ResidentWork(msgspec.Struct, frozen=True):
+class ResidentWork(NamedTuple):
     """One rank's part in all buckets at once, for an arena that stays in memory."""
 
     work: RankWork
-    results: tuple[Shard, ...]
+    results: Sequence[Shard]
     """Shards in the arena."""
-    summed: tuple[Shard, ...]
+    summed: Sequence[Shard]
     """Shards of `results` whose checksums are accumulated by jobs."""
-    sums: tuple[str, ...]
+    sums: Sequence[str]
     """Tensors of the checksums, by number."""
 
 
@@ -171,7 +171,8 @@ class WeightDivision:
         joined = None if shards is None else cover.merge_adjacent(shards)
         rows, places = _rows_by_tensor(joined), _places(manifest)
         gathered = [index for index, each in enumerate(weights) if not _divisible(each, joined, rows)]
-        plain = _plain(manifest, weights) if joined is None else ()
+        made = {spec.name for weight in weights for spec in weight.outputs}
+        plain = () if joined is not None else tuple(spec for spec in manifest.tensors if spec.name not in made)
         groups: dict[tuple[int, ...], list[TensorSpec]] = defaultdict(list)
         for index in gathered:
             key = sorted({places[spec.name][0] for _, spec in weights[index].computed})
@@ -217,7 +218,7 @@ class WeightDivision:
     def resident_work(self, rank: int, base: int) -> ResidentWork:
         """Work of `rank` where its results stay in memory; `base` numbers the arena's first storage."""
         draft = _WorkBuilder(self, rank, base)
-        return ResidentWork(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
+        return ResidentWork(draft.work(), draft.results, draft.summed, tuple(draft.sums))
 
     def traveling(self) -> Shards:
         """Shards of the manifest's tensors: those quantized elsewhere than on their root, and those not quantized."""
@@ -261,15 +262,11 @@ class _WorkBuilder:
 
     def work(self) -> RankWork:
         of = self._of
-        buckets = [
-            BucketWork(
-                raws=of.raws_of(index),
-                jobs=tuple(jobs),
-                copies=tuple(self._copies[index]),
-                shapes=tuple(self._shapes[index]),
-            )
-            for index, jobs in enumerate(self._jobs)
-        ]
+        every = enumerate(zip(self._jobs, self._copies, self._shapes, strict=True))
+        buckets = (
+            BucketWork(of.raws_of(index), tuple(jobs), tuple(copies), tuple(shapes))
+            for index, (jobs, copies, shapes) in every
+        )
         return RankWork(tuple(buckets), of.raw, max(self._ends, default=0), self._base)
 
     def _job(self, index: int, weight: QuantizedWeight, box: Box, held: Shard | None, raw: tuple[int, int]) -> None:
@@ -306,9 +303,8 @@ class _WorkBuilder:
             strides = contiguous_strides(spec.shape)
             first = sum(at * step for at, step in zip(box.start, strides, strict=True))
             return WeightPlace(False, begin + first * ITEM_BYTES[part.dtype], part.dtype, box.shape, strides)
-        return self._in_arena(
-            0 if self._resident_arena else bucket, spec, box, result=home == bucket or self._resident_arena
-        )
+        resident = self._resident_arena
+        return self._in_arena(0 if resident else bucket, spec, box, result=home == bucket or resident)
 
     def _in_arena(self, bucket: int, spec: TensorSpec, box: Box, *, result: bool) -> WeightPlace:
         """Reserve memory for `box` of a tensor, behind the data of the same bucket."""
@@ -327,16 +323,15 @@ class _WorkBuilder:
             weight = self._of.weights[index]
             raw = self._of.raw_places[weight.spec.name]
             self._job(index, weight, Box.whole(weight.spec.shape), None, raw)
+        places = self._of.places
         for spec in self._of.plain:
-            self._copies[self._of.places[spec.name][0]].append(
-                CopyJob(self._of.raw_places[spec.name], self._whole(spec))
-            )
+            copy = CopyJob(self._of.raw_places[spec.name], self._whole(spec))
+            self._copies[places[spec.name][0]].append(copy)
         for weight in self._of.weights:
             for part, spec in zip(weight.parts, weight.outputs, strict=True):
                 if not part.cell[0]:
-                    self._shapes[self._of.places[spec.name][0]].append(
-                        WeightShape(weight.spec.shape, self._whole(spec))
-                    )
+                    shape = WeightShape(weight.spec.shape, self._whole(spec))
+                    self._shapes[places[spec.name][0]].append(shape)
 
     def _at_root(self, bucket: int) -> bool:
         return self._of.roots[bucket] == self._rank
@@ -354,12 +349,6 @@ def _places(manifest: Manifest) -> dict[str, tuple[int, int]]:
         for index in range(len(manifest.buckets))
         for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False)
     }
-
-
-def _plain(manifest: Manifest, weights: Sequence[QuantizedWeight]) -> tuple[TensorSpec, ...]:
-    """Tensors of the manifest that no weight becomes."""
-    made = {spec.name for weight in weights for spec in weight.outputs}
-    return tuple(spec for spec in manifest.tensors if spec.name not in made)
 
 
 def _rows_by_tensor(shards: Shards | None) -> Mapping[str, list[int]]:
