@@ -85,7 +85,7 @@ class LeaseBusy(PublishFailed):
 
 
 class RoundAborted(PublishFailed):
-    """The round was aborted: publish again. Engines serve what they served, or are quarantined: see `report.engines`."""
+    """The round was aborted: publish again. `report.engines` says which engines are quarantined; others serve."""
 
 
 class CoordinatorLost(PublishFailed):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import msgspec
@@ -128,72 +127,52 @@ class ResidentWork(NamedTuple):
     """Tensors of the checksums, by number."""
 
 
-@dataclass(frozen=True, eq=False)
 class WeightDivision:
     """Which weights are divided among their holders and which are gathered; the same on every rank."""
 
-    manifest: Manifest
-    """Manifest of the quantized tensors."""
-    weights: tuple[QuantizedWeight, ...]
-    shards: Shards | None
-    """Shards that hold every raw element once; None if their places are unknown."""
-    rows: Mapping[str, Sequence[int]]
-    """Rows of `shards` by raw tensor."""
-    places: Mapping[str, tuple[int, int]]
-    """By tensor of the manifest: its bucket, and the byte in it where it begins."""
-    local: Mapping[int, Sequence[tuple[int, int]]]
-    """By rank: weights, and the rows of their shards that it quantizes for itself."""
-    gathered: frozenset[int]
-    """Weights that no holder can quantize alone."""
-    plain: tuple[TensorSpec, ...]
-    """Tensors that are gathered although they are not quantized, because their place is unknown."""
-    raw: Manifest | None
-    """Layout of gathered weights: a bucket for each set of buckets that its weights end up in."""
-    raw_places: Mapping[str, tuple[int, int]]
-    serves: tuple[tuple[int, ...], ...]
-    """By raw bucket: the buckets that need it."""
-    roots: tuple[int, ...]
-    """By bucket: the rank on which it is assembled."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         manifest: Manifest,
         weights: Sequence[QuantizedWeight],
         shards: Shards | None,
         roots: Sequence[int] | None = None,
-    ) -> WeightDivision:
+    ) -> None:
         """`shards` hold every raw element once; None gathers everything. `manifest` is of what the weights become.
 
         `roots` is, by bucket, the rank that it is assembled on, rank 0 where nothing is said; all that a weight becomes
         has one root.
         """
-        joined = None if shards is None else cover.merge_adjacent(shards)
-        rows, places = _rows_by_tensor(joined), _places(manifest)
-        gathered = [index for index, each in enumerate(weights) if not _divisible(each, joined, rows)]
+        self.manifest, self.weights = manifest, tuple(weights)
+        self.shards = None if shards is None else cover.merge_adjacent(shards)
+        """None if the places of shards are unknown."""
+        self.rows = _rows_by_tensor(self.shards)
+        """Rows of `shards` by raw tensor."""
+        self.places = places = _places(manifest)
+        """By tensor of the manifest: its bucket, and the byte in it where it begins."""
+        self.gathered = frozenset(
+            index for index, each in enumerate(weights) if not _divisible(each, self.shards, self.rows)
+        )
+        """Weights that no holder can quantize alone."""
+        self.local = _local(weights, self.gathered, self.shards, self.rows)
+        """By rank: weights, and the rows of their shards that it quantizes for itself."""
         made = {spec.name for weight in weights for spec in weight.outputs}
-        plain = () if joined is not None else tuple(spec for spec in manifest.tensors if spec.name not in made)
+        self.plain = () if shards is not None else tuple(spec for spec in manifest.tensors if spec.name not in made)
+        """Tensors that are gathered although they are not quantized, because their place is unknown."""
         groups: dict[tuple[int, ...], list[TensorSpec]] = defaultdict(list)
-        for index in gathered:
+        for index in sorted(self.gathered):
             key = sorted({places[spec.name][0] for _, spec in weights[index].computed})
             groups[tuple(key)].append(weights[index].spec)
-        for spec in plain:
+        for spec in self.plain:
             groups[places[spec.name][0],].append(spec)
-        raw = _grouped(manifest.model, [groups[key] for key in sorted(groups)])
-        return cls(
-            manifest=manifest,
-            weights=tuple(weights),
-            shards=joined,
-            rows=rows,
-            places=places,
-            local=_local(weights, frozenset(gathered), joined, rows),
-            gathered=frozenset(gathered),
-            plain=plain,
-            raw=raw,
-            raw_places={} if raw is None else _places(raw),
-            serves=tuple(sorted(groups)),
-            roots=(0,) * len(manifest.buckets) if roots is None else tuple(roots),
-        )
+        self.serves = tuple(sorted(groups))
+        """By raw bucket: the buckets that need it."""
+        self.raw = _grouped(manifest.model, [groups[key] for key in self.serves])
+        """Layout of gathered weights: a bucket for each set of buckets that its weights end up in."""
+        self.raw_places = {} if self.raw is None else _places(self.raw)
+        self.roots = (0,) * len(manifest.buckets) if roots is None else tuple(roots)
+        """By bucket: the rank on which it is assembled."""
+        self.raw_roots = tuple(self.roots[buckets[0]] for buckets in self.serves)
+        """By raw bucket: the rank on which it is gathered."""
 
     def raw_shards(self) -> Shards | None:
         """Shards of the gathered weights; None if their places are unknown."""
@@ -201,11 +180,6 @@ class WeightDivision:
             return None
         rows = sorted(row for index in self.gathered for row in self.rows[self.weights[index].spec.name])
         return self.shards.take(np.array(rows, np.int64))
-
-    @property
-    def raw_roots(self) -> tuple[int, ...]:
-        """By raw bucket: the rank on which it is gathered."""
-        return tuple(self.roots[buckets[0]] for buckets in self.serves)
 
     def raws_of(self, bucket: int) -> tuple[int, ...]:
         """Raw buckets with weights that end up, or in part, in `bucket`."""

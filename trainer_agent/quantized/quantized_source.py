@@ -134,9 +134,9 @@ class QuantizedSource:
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> QuantizedAssembly:
         check_manifest(manifest, self._tensors)
         if self._located is None:
-            division = WeightDivision.of(manifest, self.weights, None)
+            division = WeightDivision(manifest, self.weights, None)
             return QuantizedAssembly(division, self._source, None)
-        division = WeightDivision.of(manifest, self.weights, self._located.shards, roots)
+        division = WeightDivision(manifest, self.weights, self._located.shards, roots)
         if division.gathered:
             names = sorted(division.weights[index].spec.name for index in division.gathered)
             _log.info("gathered_to_quantize", weights=len(names), of=len(self.weights), first=names[0])
@@ -216,7 +216,7 @@ class ReadableQuantizedSource(QuantizedSource):
     @cached_property
     def _resident(self) -> ResidentQuantization:
         manifest = Manifest.of(self.model, self.tensors())
-        return ResidentQuantization(WeightDivision.of(manifest, self.weights, self._readable.shards), self._readable)
+        return ResidentQuantization(WeightDivision(manifest, self.weights, self._readable.shards), self._readable)
 
 
 @runtime_checkable

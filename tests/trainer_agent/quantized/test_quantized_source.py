@@ -84,7 +84,7 @@ def test_what_was_gathered_is_kept_for_no_longer_than_it_is_needed() -> None:
     source = Counted(World())
     served = QuantizedSource(source, of(scheme))
     manifest = Manifest.of("M", served.tensors(), 5000)
-    work = WeightDivision.of(manifest, served.weights, None).work(0)
+    work = WeightDivision(manifest, served.weights, None).work(0)
     for index, bucket in enumerate(manifest.buckets):
         served.assemble(manifest, index, torch.empty(bucket.nbytes, dtype=torch.uint8))
         later = {number for each in work.buckets[index + 1 :] for number in each.raws}
@@ -105,7 +105,7 @@ def test_whole_blocks_are_quantized_where_they_lie_and_once() -> None:
     """Experts at their owner, rows of a tensor-parallel weight by each rank; nothing is gathered."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     source = QuantizedSource(Rank(world, 0), of(scheme))
-    division = WeightDivision.of(Manifest.of("M", source.tensors()), source.weights, world.shards())
+    division = WeightDivision(Manifest.of("M", source.tensors()), source.weights, world.shards())
     assert division.raw is None
     jobs = [(rank, job.weight) for rank in range(RANKS) for work in division.work(rank).buckets for job in work.jobs]
     assert sorted(jobs) == [(0, 0), (0, 1), (1, 0), (1, 2), (2, 3)]
@@ -122,7 +122,7 @@ def test_cut_blocks_are_gathered() -> None:
     """A weight whose blocks two ranks share goes to the root as it is, and only that one."""
     world, scheme = tensor_parallel(40), small(fp8_block((128, 128)))
     source = QuantizedSource(Rank(world, 0), of(scheme))
-    division = WeightDivision.of(Manifest.of("M", source.tensors()), source.weights, world.shards())
+    division = WeightDivision(Manifest.of("M", source.tensors()), source.weights, world.shards())
     assert division.raw is not None
     assert [spec.name for spec in division.raw.tensors] == ["a.q_proj.weight"]
     world.check(scheme, [QuantizedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)], 1 << 20)
@@ -133,7 +133,7 @@ def test_a_border_between_buckets_costs_one_weight() -> None:
     world, scheme = tensor_parallel(48), small(int4(128, symmetric=False))
     source = QuantizedSource(Rank(world, 0), of(scheme))
     manifest = Manifest.of("M", source.tensors(), 3 * 1024)
-    division = WeightDivision.of(manifest, source.weights, world.shards())
+    division = WeightDivision(manifest, source.weights, world.shards())
     for weight in source.weights:
         homes = {division.places[spec.name][0] for _, spec in weight.computed}
         jobs = [

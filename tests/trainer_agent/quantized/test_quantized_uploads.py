@@ -28,7 +28,7 @@ class Offloaded(QuantizedSource):
 
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> QuantizedAssembly:
         assert self._located is not None
-        division = WeightDivision.of(manifest, self.weights, self._located.shards, roots)
+        division = WeightDivision(manifest, self.weights, self._located.shards, roots)
         return QuantizedAssembly(division, self._source, self._located, memory_access=self.memory_access)
 
 
@@ -77,7 +77,7 @@ def test_the_next_weights_are_on_their_way_while_one_bucket_is_quantized() -> No
     root, *_ = sources_of(world, scheme, streams, None)
     manifest = Manifest.of("M", root.tensors(), 1)
     sizes = {4 * world.full[name].numel() for name in names}
-    work = WeightDivision.of(manifest, root.weights, world.shards()).work(0)
+    work = WeightDivision(manifest, root.weights, world.shards()).work(0)
     needing = [index for index, each in enumerate(work.buckets) if each.jobs]
     for index, bucket in enumerate(manifest.buckets):
         root.assemble(manifest, index, torch.empty(bucket.nbytes, dtype=torch.uint8))
