@@ -25,7 +25,6 @@ from weightbus.dataplane.tensors import (
     ITEM_BYTES,
     Column,
     Manifest,
-    Shard,
     Shards,
     contiguous_strides,
     coverage as cover,
@@ -134,8 +133,8 @@ def _rows(manifest: Manifest, shards: Shards) -> list[_Row]:
     item = np.array([ITEM_BYTES[spec.dtype] for spec in shards.tensors], np.int64)
     packed = [contiguous_strides(spec.shape) for spec in shards.tensors]
     strides = np.zeros((len(packed), shards.boxes.start.shape[1]), np.int64)
-    for index, steps in enumerate(packed):
-        strides[index, : len(steps)] = steps
+    for index, tight in enumerate(packed):
+        strides[index, : len(tight)] = tight
     space = shards.boxes.space
     begin = offset_of[space] + np.sum(shards.boxes.start * strides[space], axis=1) * item[space]
     last = np.sum((shards.boxes.extents - 1) * strides[space], axis=1) + 1
@@ -156,23 +155,12 @@ def _rows(manifest: Manifest, shards: Shards) -> list[_Row]:
             bucket_strides=packed[tensor],
             shift=shard.shift,
         )
-        rows.append(
-            _Row(
-                int(bucket_of[tensor]),
-                int(shards.rank[index]),
-                tensor,
-                zero_copy=bool(zero_copy[index]),
-                as_served=_as_served(shard, placement.dtype),
-                placement=placement,
-            )
-        )
+        both = zip(shard.box.shape, shard.view.strides, contiguous_strides(shard.box.shape), strict=True)
+        dense = all(extent == 1 or found == step for extent, found, step in both)
+        as_served = shard.dtype == placement.dtype and not shard.shift and dense
+        bucket, holder, whole = int(bucket_of[tensor]), int(shards.rank[index]), bool(zero_copy[index])
+        rows.append(_Row(bucket, holder, tensor, whole, as_served, placement))
     return rows
-
-
-def _as_served(shard: Shard, dtype: str) -> bool:
-    packed = contiguous_strides(shard.box.shape)
-    steps = zip(shard.box.shape, shard.view.strides, packed, strict=True)
-    return shard.dtype == dtype and not shard.shift and all(n == 1 or found == step for n, found, step in steps)
 
 
 def _places(manifest: Manifest, shards: Shards) -> tuple[Column, Column, Column]:
@@ -232,9 +220,14 @@ def _progressions(rows: Sequence[_Row]) -> Iterable[Placement]:
     """Merge equal copies at equal distances into one with one more axis: the groups of a fused QKV, for example."""
     at = 0
     while at < len(rows):
-        count, step = _progression(rows, at)
+        count, step = 1, None
+        while at + count < len(rows):
+            here = _distance(rows[at + count - 1], rows[at + count])
+            if here is None or step not in {None, here}:
+                break
+            count, step = count + 1, here
         placement = rows[at].placement
-        if count > 1:
+        if step is not None:
             offset, bucket_offset = step
             placement = msgspec.structs.replace(
                 placement,
@@ -244,19 +237,6 @@ def _progressions(rows: Sequence[_Row]) -> Iterable[Placement]:
             )
         yield placement
         at += count
-
-
-def _progression(rows: Sequence[_Row], at: int) -> tuple[int, tuple[int, int]]:
-    """Number of rows from `at` that are equal and equally far apart, and their distance."""
-    count, step = 1, (0, 0)
-    while at + count < len(rows):
-        before, after = rows[at + count - 1], rows[at + count]
-        here = _distance(before, after)
-        if here is None or (count > 1 and here != step):
-            break
-        step = here
-        count += 1
-    return count, step
 
 
 def _distance(before: _Row, after: _Row) -> tuple[int, int] | None:

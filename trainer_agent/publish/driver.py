@@ -579,8 +579,6 @@ class PublicationDriver:
         }
         return saving.finish(self.version, notes, beside)
 
-    # -- the report ----------------------------------------------------------------------------------------------------
-
     def end(self, result: PublicationResult) -> PublicationEnd:
         """How the publication ended, with a report as far as it came. Logs one line."""
         ended, manifest = self.machine.ended, self._staging.manifest
@@ -606,8 +604,6 @@ class PublicationDriver:
         end = PublicationEnd(result, report, self.cause)
         log_publication_end(end)
         return end
-
-    # -- small things --------------------------------------------------------------------------------------------------
 
     @property
     def _channel(self) -> Channel:

@@ -76,16 +76,8 @@ class QuantizedSource:
                 f"none of {len(self._raw)} tensors would be quantized, and the served checkpoint says that it is: its"
                 f" {why}; give the checkpoint that engines serve, or the plain one if that is it"
             )
-        if source.device.type == "cuda":
-            self._warn_without_kernel()
-        made = {weight.spec.name: weight.outputs for weight in self.weights}
-        self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
-        self._located = source if isinstance(source, LocatedSource) else None
-        self._planned = BucketPlanCache[QuantizedAssembly]()
-
-    def _warn_without_kernel(self) -> None:
         slow = [each for each in self.weights if tile_shape(each.scheme, each.spec.shape) is None]
-        if slow:
+        if slow and source.device.type == "cuda":
             _log.warning(
                 "quantized_without_a_kernel",
                 weights=len(slow),
@@ -94,6 +86,10 @@ class QuantizedSource:
                 scheme=slow[0].scheme.name,
                 reason="one block of it fits no program: several passes of torch for each weight, many times as slow",
             )
+        made = {weight.spec.name: weight.outputs for weight in self.weights}
+        self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
+        self._located = source if isinstance(source, LocatedSource) else None
+        self._planned = BucketPlanCache[QuantizedAssembly]()
 
     @property
     def model(self) -> str:
@@ -251,7 +247,11 @@ def quantized(source: Source, served: Path | Mapping[str, Any] | None) -> Source
         config = folders.served_config(served) if isinstance(served, Path) else served
         quantization = read_quantization_config(config)
         if quantization is None:
-            _check_no_other(served)
+            if isinstance(served, Path) and (served / "hf_quant_config.json").is_file():
+                raise UnsupportedModel(
+                    f"{served} is quantized as its hf_quant_config.json says, which is not understood: serve a"
+                    " checkpoint with a quantization_config, or the plain one"
+                )
             return source
         stored = _stored(served) if isinstance(served, Path) else None
         if any(_is_quantized(spec) for spec in source.tensors()):
@@ -266,15 +266,6 @@ def quantized(source: Source, served: Path | Mapping[str, Any] | None) -> Source
 def _is_quantized(spec: TensorSpec) -> bool:
     """True for a tensor of a quantized checkpoint. Integer dtypes are no sign: models have integer buffers."""
     return spec.dtype in {"float8_e4m3fn", "float8_e5m2"} or spec.name.endswith(".weight_packed")
-
-
-def _check_no_other(served: Path | Mapping[str, Any]) -> None:
-    """Raise `UnknownScheme` for a quantization that is described elsewhere than in the config."""
-    if isinstance(served, Path) and (served / "hf_quant_config.json").is_file():
-        raise UnknownScheme(
-            f"{served} is quantized as its hf_quant_config.json says, which is not understood: serve a checkpoint with"
-            " a quantization_config, or the plain one"
-        )
 
 
 def _stored(folder: Path) -> Mapping[str, TensorSpec] | None:
