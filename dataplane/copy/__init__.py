@@ -1,6 +1,7 @@
 """Copies and digests of strided boxes on one device: torch, Triton, CUDA copy engines.
 
-copy_table and box_digests are data; copy_engine is the interface; copy_torch, copy_cuda and copy_triton execute it.
+copy_table and box_digests are data; copy_engine is the interface, and executes them on a CPU; copy_cuda and
+copy_triton execute them on a GPU.
 """
 
 from typing import TYPE_CHECKING
@@ -11,21 +12,26 @@ if TYPE_CHECKING:
     from .box_digests import (
         BoxTable as BoxTable,
         Lanes as Lanes,
-        make_box_table as make_box_table,
-        odd_boxes as odd_boxes,
-    )
-    from .box_packing import (
         PackedBoxes as PackedBoxes,
         assemble_tensor as assemble_tensor,
         digest_packed_tensor as digest_packed_tensor,
+        make_box_table as make_box_table,
+        odd_boxes as odd_boxes,
         pack_boxes as pack_boxes,
         unpack_boxes as unpack_boxes,
     )
+    from .copy_cuda import copy_engine_for as copy_engine_for, copy_streams_setting as copy_streams_setting
     from .copy_engine import (
         CopyEngine as CopyEngine,
+        DeviceFence as DeviceFence,
+        NeededParts as NeededParts,
         PreparedCopies as PreparedCopies,
         PreparedDigest as PreparedDigest,
+        ReadyFlags as ReadyFlags,
         WaitStage as WaitStage,
+        needed_parts_by_stage as needed_parts_by_stage,
+        ready_flags_in as ready_flags_in,
+        stages_of_rows as stages_of_rows,
     )
     from .copy_table import (
         AXES as AXES,
@@ -34,15 +40,6 @@ if TYPE_CHECKING:
         CopyTable as CopyTable,
         make_copy_table as make_copy_table,
         merge_copy_rows as merge_copy_rows,
-    )
-    from .device_fence import DeviceFence as DeviceFence
-    from .engine_selection import copy_engine_for as copy_engine_for, copy_streams_setting as copy_streams_setting
-    from .ready_flags import (
-        NeededParts as NeededParts,
-        ReadyFlags as ReadyFlags,
-        needed_parts_by_stage as needed_parts_by_stage,
-        ready_flags_in as ready_flags_in,
-        stages_of_rows as stages_of_rows,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

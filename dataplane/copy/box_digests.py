@@ -4,8 +4,9 @@ Algorithm ``mix64x2`` sums over the 64-bit words of a tensor's packed bytes, eac
 adds the words of the boxes that it holds, and the sums of all ranks are the digest of the tensor. So no tensor is
 packed to be digested, and a trainer's shards and an engine's fused parameters are compared without a common cut.
 
-It works where every box begins and ends on a word along the tensor's last axis: four elements of bfloat16. Other boxes
-are *odd*; they are read back, and the assembled tensor is digested (box_packing.py).
+It works where every box begins and ends on a word along the tensor's last axis: four elements of bfloat16. Other boxes,
+and those that hold a tensor in another dtype, are *odd*; they are packed one behind another and read back, and the
+assembled tensor is digested.
 
 A row is a box of one tensor (its *group*) in one region of memory::
 
@@ -18,15 +19,27 @@ A row is a box of one tensor (its *group*) in one region of memory::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ..errors import ManifestError
-from ..tensors import Column, Grids, Shards, collapse_axes, served_dtypes, served_strides
-from .copy_table import AXES, ITEM_SIZES, check_no_overflow
+from ..digest import tensor_digest as integrity
+from ..errors import DigestMismatch, ManifestError
+from ..tensors import (
+    DTYPES,
+    Column,
+    Shards,
+    Table,
+    TensorSpec,
+    packed_strides,
+    served_dtypes,
+    served_strides,
+)
+from .copy_table import AXES, ITEM_SIZES, CopySide, CopyTable, Grids, check_no_overflow, collapse_axes, make_copy_table
 
 WORD_BYTES: Final = 8
 
@@ -34,7 +47,7 @@ Lanes = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)
-class BoxTable:
+class BoxTable(Table):
     """Boxes to digest, as columns of int64."""
 
     groups: int
@@ -60,36 +73,18 @@ class BoxTable:
     word_step: Column
     """(rows, AXES): words in the packed tensor."""
 
-    def __len__(self) -> int:
-        return len(self.group)
+    KIND = "boxes"
+    WIDE = (3, AXES)
 
     @property
     def nbytes(self) -> int:
         """Bytes that a digest reads."""
         return int((self.words * np.prod(self.grid, axis=1, dtype=np.int64)).sum()) * WORD_BYTES
 
-    def take(self, rows: Column) -> BoxTable:
-        """The given rows, in their order."""
-        columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "groups"}
-        return BoxTable(groups=self.groups, **columns)
-
-    def encode(self) -> bytes:
-        """The columns as bytes; `groups` travels beside them."""
-        columns: list[Column] = [getattr(self, field.name) for field in fields(self) if field.name != "groups"]
-        return np.column_stack(columns).astype("<i8").tobytes()
-
     @classmethod
-    def decode(cls, blob: bytes, groups: int) -> BoxTable:
-        """The table that `encode` wrote. Raises `ManifestError` on anything else; `check` compares it with memory."""
-        width = 7 + 3 * AXES
-        if len(blob) % (8 * width):
-            raise ManifestError(f"not a table of boxes: {len(blob)} bytes, expected a multiple of {8 * width}")
-        numbers = np.frombuffer(blob, "<i8").astype(np.int64).reshape(-1, width)
-        table = cls(
-            groups,
-            *(numbers[:, column] for column in range(7)),
-            *(numbers[:, 7 + AXES * part : 7 + AXES * (part + 1)] for part in range(3)),
-        )
+    def decode(cls, blob: bytes, **others: object) -> Self:
+        """As `Table.decode`; `groups` travels beside the columns."""
+        table = super().decode(blob, **others)
         if len(table) and (table.words.min() < 1 or not np.isin(table.item, (1, 2, 4, 8)).all()):
             raise ManifestError("a box to digest is empty, or of elements that no dtype has")
         return table
@@ -168,3 +163,73 @@ def _whole_words(shards: Shards, grids: Grids, item: Column) -> npt.NDArray[np.b
     packed_run = (packed[:, 0] == 1) | (item == WORD_BYTES)
     whole: npt.NDArray[np.bool_] = aligned & packed_run & (grids.extent[:, 0] * item % WORD_BYTES == 0)
     return whole
+
+
+_ALIGNMENT: Final = 16
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBoxes:
+    """Boxes in one buffer, in the dtypes in which their tensors are served."""
+
+    copies: CopyTable
+    """Copies of the boxes into the buffer, which is target region 0."""
+    boxes: Shards
+    """The boxes as they lie in the buffer. `offset` counts bytes: the buffer holds several dtypes."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """One box of a tensor, as one process sent it."""
+
+    source: str
+    """The process, for messages."""
+    cut: tuple[slice, ...]
+    data: Bytes
+    """(*shape of the box, bytes of an element)."""
+
+
+def pack_boxes(shards: Shards, region: Column, begin: Column) -> PackedBoxes:
+    """Pack every box behind the previous one. `region` and `begin`, (shards,), say where its local tensor begins."""
+    served = served_dtypes(shards)
+    nbytes = shards.boxes.sizes * ITEM_SIZES[served]
+    room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    places = np.cumsum(room) - room
+    strides = packed_strides(shards.boxes.extents)
+    here = CopySide(np.zeros(len(shards), np.int64), places, served, strides)
+    copies = make_copy_table(shards.boxes.extents, CopySide.of(shards, region, begin), here)
+    boxes = replace(shards, offset=places, dtype=served, stride=strides)
+    return PackedBoxes(copies, boxes, int((places + nbytes).max()) if len(shards) else 0)
+
+
+def unpack_boxes(boxes: Shards, index: int, buffer: bytes, source: str) -> Iterator[TensorPart]:
+    """The parts of tensor `index` in a buffer that `source` packed as `boxes`."""
+    item = int(ITEM_SIZES[DTYPES.index(boxes.tensors[index].dtype)])
+    for row in np.flatnonzero(boxes.boxes.space == index).tolist():
+        shard = boxes.at(row)
+        cut = tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))
+        data = np.frombuffer(buffer, np.uint8, shard.box.size * item, shard.view.offset)
+        yield TensorPart(source, cut, data.reshape(*shard.box.shape, item))
+
+
+def assemble_tensor(spec: TensorSpec, parts: Sequence[TensorPart]) -> Bytes:
+    """The packed bytes of a tensor. Raises `DigestMismatch` when two parts differ in an element that both hold."""
+    item = int(ITEM_SIZES[DTYPES.index(spec.dtype)])
+    whole = np.zeros((*spec.shape, item), np.uint8)
+    for part in parts:
+        whole[part.cut] = part.data
+    for part in parts:
+        if not np.array_equal(whole[part.cut], part.data):
+            raise DigestMismatch(
+                f"{spec.name}[{part.cut}] on {part.source}", "other bytes", "the bytes of another place"
+            )
+    return whole.reshape(-1)
+
+
+def digest_packed_tensor(whole: Bytes) -> bytes:
+    """The digest of one packed tensor, 16 bytes."""
+    memory = torch.from_numpy(whole)  # pyright: ignore[reportUnknownMemberType]
+    return integrity.digest_tensors(memory, (0, len(whole)))

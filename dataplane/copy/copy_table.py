@@ -19,14 +19,68 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ManifestError
-from ..tensors import DTYPES, ITEM_BYTES, Column, Shards, collapse_axes, is_identity, lexsort_rows, pad_axes
+from ..tensors import DTYPES, ITEM_BYTES, Column, Shards, Table, lexsort_rows, pad_axes
+
+
+@dataclass(frozen=True, eq=False)
+class Grids:
+    """Grids, innermost axis first. `steps` has one column block for each side that was given."""
+
+    row: Column
+    """(grids,): the box that each was made from. A box of more than `axes` axes becomes several grids."""
+    extent: Column
+    """(grids, axes): 1 where an axis is not used."""
+    steps: tuple[Column, ...]
+    """Each (grids, axes), 0 where an axis is not used."""
+    shift: tuple[Column, ...]
+    """Each (grids,): distance of the grid from its box's first element."""
+
+
+def collapse_axes(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
+    """The grids of boxes with these extents (rows, any axes; the last one innermost) and steps on every side.
+
+    Two axes are joined where a step of the outer one spans the whole inner one, on all sides.
+    """
+    rows, width = extent.shape
+    joined = np.ones((rows, max(width, 1)), np.int64)
+    moved = [np.zeros((rows, max(width, 1)), np.int64) for _ in steps]
+    depth = np.zeros(rows, np.int64)
+    for axis in range(width - 1, -1, -1):
+        used = np.flatnonzero(extent[:, axis] > 1)
+        top = np.maximum(depth[used] - 1, 0)
+        continues = depth[used] > 0
+        for side, step in zip(moved, steps, strict=True):
+            continues &= step[used, axis] == side[used, top] * joined[used, top]
+        inner, outer = used[continues], used[~continues]
+        joined[inner, depth[inner] - 1] *= extent[inner, axis]
+        joined[outer, depth[outer]] = extent[outer, axis]
+        for side, step in zip(moved, steps, strict=True):
+            side[outer, depth[outer]] = step[outer, axis]
+        depth[outer] += 1
+    return _unroll(joined, moved, axes)
+
+
+def _unroll(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
+    """One grid for each index along axes beyond the first `axes`. No known layout has any."""
+    rows = np.arange(len(extent))
+    shift = [np.zeros(len(extent), np.int64) for _ in steps]
+    for axis in range(axes, extent.shape[1]):
+        count = extent[rows, axis]
+        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        rows = np.repeat(rows, count)
+        shift = [np.repeat(side, count) + within * step[rows, axis] for side, step in zip(shift, steps, strict=True)]
+    kept, *moved = (
+        pad_axes(each[rows, :axes], axes, fill) for each, fill in ((extent, 1), *((step, 0) for step in steps))
+    )
+    return Grids(rows, kept, tuple(moved), tuple(shift))
+
 
 AXES: Final = 3
 """Axes of a grid, besides the run itself."""
@@ -36,7 +90,7 @@ ITEM_SIZES: Final[Column] = np.array([ITEM_BYTES[dtype] for dtype in DTYPES], np
 
 
 @dataclass(frozen=True, eq=False)
-class CopyTable:
+class CopyTable(Table):
     """Copies as columns of int64."""
 
     source: Column
@@ -60,8 +114,8 @@ class CopyTable:
     target_step: Column
     """(rows, AXES): bytes; 0 where an axis is not used."""
 
-    def __len__(self) -> int:
-        return len(self.source)
+    KIND = "copies"
+    WIDE = (3, AXES)
 
     @property
     def elements(self) -> Column:
@@ -82,48 +136,11 @@ class CopyTable:
         different: Column = (self.source_dtype != self.target_dtype).astype(np.int64)
         return different
 
-    def take(self, rows: Column) -> CopyTable:
-        """The given rows, in their order."""
-        if is_identity(rows, len(self)):
-            return self
-        return CopyTable(*(getattr(self, field.name)[rows] for field in fields(self)))
-
     @classmethod
     def empty(cls) -> CopyTable:
         """A table without rows."""
         flat, wide = np.empty(0, np.int64), np.empty((0, AXES), np.int64)
         return cls(flat, flat, flat, flat, flat, flat, flat, wide, wide, wide)
-
-    def numbers(self) -> Column:
-        """(rows, 7 + 3 * AXES): all columns side by side, in the order of the fields."""
-        flat = (
-            self.source,
-            self.target,
-            self.source_at,
-            self.target_at,
-            self.source_dtype,
-            self.target_dtype,
-            self.run,
-        )
-        return np.column_stack((*flat, self.grid, self.source_step, self.target_step))
-
-    @classmethod
-    def of_numbers(cls, numbers: Column) -> CopyTable:
-        """The table of a matrix that `numbers` gave."""
-        wide = [numbers[:, 7 + AXES * part : 7 + AXES * (part + 1)] for part in range(3)]
-        return cls(*(numbers[:, column] for column in range(7)), *wide)
-
-    def encode(self) -> bytes:
-        """The columns as bytes: the same for the same rows on every machine."""
-        return self.numbers().astype("<i8").tobytes()
-
-    @classmethod
-    def decode(cls, blob: bytes) -> CopyTable:
-        """The table that `encode` wrote. Raises `ManifestError` on anything else; `check` compares it with memory."""
-        width = 7 + 3 * AXES
-        if len(blob) % (8 * width):
-            raise ManifestError(f"not a table of copies: {len(blob)} bytes, expected a multiple of {8 * width}")
-        return cls.of_numbers(np.frombuffer(blob, "<i8").astype(np.int64).reshape(-1, width))
 
     def digest(self) -> str:
         """SHA-256, hexadecimal."""

@@ -1,12 +1,12 @@
 # pyright: basic
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN202, N803, PLR0917
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
-"""Kernels that copy and sum the tiles of tiles.py, one launch for each vector size. Imported only when needed.
+"""Kernels that copy and sum the tiles of tiles.py, one launch for each vector size, and write their tables.
 
-A thread moves several 16-byte vectors, and issues all loads before the first store. Triton alone would load 8 bytes at
-a time, because it cannot know how strides are aligned, so loads and stores are PTX. Addresses may point into a peer
-GPU's memory that was opened for this device.
+Imported only when needed. A thread moves several 16-byte vectors, and issues all loads before the first store. Triton
+alone would load 8 bytes at a time where it cannot see that all sides are aligned, so loads and stores are PTX.
+Addresses may point into a peer GPU's memory that was opened for this device.
 """
 
 import numpy as np
@@ -138,3 +138,49 @@ def accumulate(table: torch.Tensor, item: int, lanes: torch.Tensor) -> None:
 def as_lanes(lanes: torch.Tensor) -> npt.NDArray[np.uint64]:
     """(2, groups): waits for the kernels."""
     return np.ascontiguousarray(lanes.cpu().numpy().view(np.uint64).T)
+
+
+_BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "steps", "places", "most"])
+def _write(table, records, rows, tiles, steps, places, most, BLOCK: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = tile < tiles
+    width = 9 + 5 * (places + 2)
+    low, high = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64) + rows
+    for _ in range(steps):  # the first row that ends behind this tile
+        half = (low + high) // 2
+        behind = tl.load(records + half * width, mask=low < high, other=0) <= tile
+        low, high = tl.where((low < high) & behind, half + 1, low), tl.where((low < high) & ~behind, half, high)
+    record = records + tl.minimum(low, rows - 1) * width
+    number = tile - tl.load(record + 1)
+    along = tl.load(record + 8)
+    part, number = number % along, number // along
+    along = tl.load(record + 7)
+    last, number = number % along, number // along
+    along = tl.load(record + 6)
+    middle, first = number % along, number // along
+    row = table + tile * (places + 2)
+    runs, vectors = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+    for place in range(places + 2):
+        form = record + 9 + 5 * place
+        found = tl.load(form) + first * tl.load(form + 1) + middle * tl.load(form + 2)
+        found += last * tl.load(form + 3) + part * tl.load(form + 4)
+        tl.store(row + place, found, inside)
+        runs = tl.where(place == places, found, runs)
+        vectors = tl.where(place == places + 1, found, vectors)
+    together = tl.minimum(tl.load(record + 2), tl.load(record + 3) - runs)
+    wide = tl.minimum(tl.load(record + 4) - vectors, most)
+    magic = tl.where(wide > 1, ((1 << 32) + wide - 1) // tl.maximum(wide, 1), 0)
+    tl.store(row + places, (together << 32) | wide, inside)
+    tl.store(row + places + 1, magic, inside)
+
+
+def write(table: torch.Tensor, records: torch.Tensor, most: int) -> None:
+    """Fill `table`, (tiles, places + 2), from the `records` of the rows (tiles.py), on the current stream."""
+    tiles, columns = table.shape
+    steps = len(records).bit_length()
+    grid = (triton.cdiv(tiles, _BLOCK),)
+    with torch.cuda.device(table.device) if table.is_cuda else torch.no_grad():
+        _write[grid](table, records, len(records), tiles, steps, columns - 2, most, BLOCK=_BLOCK)

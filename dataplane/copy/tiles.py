@@ -5,7 +5,7 @@ side with its own stride, at most `TILE_VECTORS` vectors, so that a block keeps 
 or strides are no multiple of 16 bytes get smaller vectors.
 
 The host decides by row how rows are cut. There are a hundred times as many tiles: the GPU that reads them writes them
-(tiles_triton.py), because a core takes longer for them than NVLink for the weights.
+(copy_triton.py), because a core takes longer for them than NVLink for the weights.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _written(cut: _Cut, places: Sequence[_Place], device: torch.device) -> torch
     records = _on(device, np.concatenate([head, cut.blocks, *forms], axis=1))
     table = torch.empty((int(ends[-1]), len(places) + 2), dtype=torch.int64, device=device)
     if device.type == "cuda":
-        from .tiles_triton import write  # noqa: PLC0415  triton is not there without a GPU
+        from .copy_triton import write  # noqa: PLC0415  triton is not there without a GPU
 
         write(table, records, cut.most)
         torch.cuda.current_stream(device).synchronize()  # it may be read on any stream
@@ -205,7 +205,7 @@ def _written(cut: _Cut, places: Sequence[_Place], device: torch.device) -> torch
 
 
 def write_by_torch(table: torch.Tensor, records: torch.Tensor, most: int) -> None:
-    """Fill `table`, (tiles, places + 2), from the `records` of rows, as tiles_triton.py does.
+    """Fill `table`, (tiles, places + 2), from the `records` of rows, as copy_triton.py does.
 
     A record has where the row's tiles end and begin in the table, runs that share a tile, runs along that axis and
     vectors of a run; the tiles along each axis and along a run; and the form (`_Cut.form`) of each place, and of how

@@ -5,12 +5,8 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import (
-        sglang_checksum as sglang_checksum,
-        sglang_checksum_triton as sglang_checksum_triton,
-        tensor_digest as tensor_digest,
-    )
-    from .sglang_layout import (
+    from . import digest_triton as digest_triton, sglang_checksum as sglang_checksum, tensor_digest as tensor_digest
+    from .sglang_checksum import (
         ParameterBox as ParameterBox,
         ServedParameter as ServedParameter,
         served_layout as served_layout,

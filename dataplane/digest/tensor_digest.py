@@ -50,9 +50,9 @@ def digest_tensors(memory: torch.Tensor, offsets: Sequence[int]) -> bytes:
     if len(bounds) < 2 or bounds[0] < 0 or bounds[-1] > memory.numel() or bool((np.diff(bounds) <= 0).any()):
         raise ValueError(f"offsets must grow within the {memory.numel()} bytes of the memory")
     if memory.device.type == "cuda":
-        from .tensor_digest_triton import accumulate  # noqa: PLC0415  triton and a compiler are not there without a GPU
+        from .digest_triton import sum_tensors  # noqa: PLC0415  triton and a compiler are not there without a GPU
 
-        lanes = accumulate(memory, bounds)
+        lanes = sum_tensors(memory, bounds)
     else:
         lanes = _accumulate_bytes(memory.numpy(), bounds)
     return finish_digests(lanes, np.diff(bounds))

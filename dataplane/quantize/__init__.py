@@ -1,6 +1,6 @@
 """Quantization schemes, the config that names them, and the kernels.
 
-schemes and hf_quantization_config are pure; quantize_torch is the arithmetic's reference, quantize_triton the kernels.
+schemes and hf_quantization_config are pure; quantize_tasks has the arithmetic with torch, quantize_triton the kernels.
 """
 
 from typing import TYPE_CHECKING
@@ -9,12 +9,6 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import hf_quantization_config as hf_quantization_config
-    from .fused_digests import (
-        FusedDigests as FusedDigests,
-        WordLayout as WordLayout,
-        fully_summed_tensors as fully_summed_tensors,
-        word_layout as word_layout,
-    )
     from .hf_quantization_config import (
         Quantization as Quantization,
         quantized_tensors as quantized_tensors,
@@ -23,9 +17,13 @@ if TYPE_CHECKING:
     from .quantize_cuda import tile_shape as tile_shape
     from .quantize_tasks import (
         DigestSums as DigestSums,
+        FusedDigests as FusedDigests,
         PreparedTasks as PreparedTasks,
         QuantizeTask as QuantizeTask,
+        WordLayout as WordLayout,
+        fully_summed_tensors as fully_summed_tensors,
         prepare_tasks as prepare_tasks,
+        word_layout as word_layout,
     )
     from .schemes import (
         Element as Element,

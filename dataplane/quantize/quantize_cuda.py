@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .fused_digests import WORD
-from .quantize_tasks import ClearedSums, QuantizeTask, run_task
+from .quantize_tasks import WORD, ClearedSums, QuantizeTask, run_task
 from .schemes import Element, Scaling, Scheme
 
 Table = npt.NDArray[np.int64]

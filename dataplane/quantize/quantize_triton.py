@@ -18,7 +18,7 @@ the very words that are stored, and in the place of the zero points stand
 
     the tensor's two sums, (words between rows << 32) + index of the tile's first word in the packed tensor
 
-Divisions are IEEE's (`tl.div_rn`), so that the bits are those of quantize_torch.py. `FAST` divides by multiplying with
+Divisions are IEEE's (`tl.div_rn`), so that the bits are those of quantize_tasks.py. `FAST` divides by multiplying with
 the reciprocal and correcting once with a fused multiply-add, which rounds the same for normal numbers (Markstein, IBM
 J. Res. Dev. 34, 1990); tests/gpu/quantized.py compares both. It needs a fused multiply-add, which Triton's interpreter
 does not have, and is where PTX is used.

@@ -1,6 +1,6 @@
 """How weights are quantized: which tensors one weight becomes, and which of its elements go into which. Pure, no torch.
 
-A `Scheme` is a row of a table. Its arithmetic is elsewhere (quantize_torch.py, quantize_triton.py), and so is the
+A `Scheme` is a row of a table. Its arithmetic is elsewhere (quantize_tasks.py, quantize_triton.py), and so is the
 choice of scheme (hf_quantization_config.py). A weight of (rows, columns) becomes *parts*, each with a cell: the
 elements of the weight behind one element of the part.
 

@@ -6,8 +6,10 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from .digest_shares import (
+        PASS_BYTES as PASS_BYTES,
         DigestDivision as DigestDivision,
         DigestShare as DigestShare,
+        ShareDigester as ShareDigester,
         divide_digest_work as divide_digest_work,
     )
     from .load_trace import (
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
         make_send_schedule as make_send_schedule,
         pair_bytes_for as pair_bytes_for,
     )
-    from .share_digester import PASS_BYTES as PASS_BYTES, ShareDigester as ShareDigester
     from .verification import (
         RankVerification as RankVerification,
         Verification as Verification,

@@ -18,13 +18,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
 from ..copy import AXES, ITEM_SIZES, CopyTable
 from ..errors import ManifestError
-from ..tensors import Column
+from ..tensors import Column, Table
 from .reshard_plan import ReshardPlan
 
 STAGING_BYTES: Final = 256 * 1024 * 1024
@@ -42,7 +42,6 @@ ALONE_BYTES_ON_GPU: Final = 16 * 1024 * 1024
 NOWHERE: Final = -1
 """The region of a message's end that is packed, or unpacked."""
 _ALIGNMENT: Final = 16
-_COLUMNS: Final = 7
 
 
 def pair_bytes_for(ranks: int, device: str = "cpu") -> int:
@@ -60,7 +59,7 @@ def alone_bytes_for(device: str) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class SendMessages:
+class SendMessages(Table):
     """Messages as columns, each int64 of (messages,)."""
 
     rank: Column
@@ -76,8 +75,7 @@ class SendMessages:
     """The region that it is received into, or `NOWHERE`: the receiver unpacks it."""
     target_at: Column
 
-    def __len__(self) -> int:
-        return len(self.rank)
+    KIND = "messages"
 
     @property
     def chunks(self) -> int:
@@ -89,23 +87,11 @@ class SendMessages:
         """The trainer ranks that send any."""
         return frozenset(np.unique(self.rank).tolist())
 
-    def numbers(self) -> Column:
-        """(messages, 7): all columns side by side, in the order of the fields."""
-        columns = (self.rank, self.chunk, self.nbytes, self.source, self.source_at, self.target, self.target_at)
-        return np.stack(columns, axis=1)
-
-    def encode(self) -> bytes:
-        """The columns as bytes."""
-        return self.numbers().astype("<i8").tobytes()
-
     @classmethod
-    def decode(cls, blob: bytes) -> SendMessages:
-        """The messages that `encode` wrote, checked. Raises `ManifestError`."""
-        if len(blob) % (8 * _COLUMNS):
-            raise ManifestError(f"not a table of messages: {len(blob)} bytes, expected a multiple of {8 * _COLUMNS}")
-        table = np.frombuffer(blob, "<i8").astype(np.int64).reshape(-1, _COLUMNS)
-        found = cls(*(table[:, column] for column in range(_COLUMNS)))
-        if len(found) and (table.min() < NOWHERE or found.nbytes.min() < 1 or found.chunk.min() < 0):
+    def decode(cls, blob: bytes, **others: object) -> Self:
+        """As `Table.decode`, checked."""
+        found = super().decode(blob, **others)
+        if len(found) and (found.numbers().min() < NOWHERE or found.nbytes.min() < 1 or found.chunk.min() < 0):
             raise ManifestError("a message is empty, or of a chunk that there is not")
         return found
 
@@ -118,11 +104,6 @@ class SendMessages:
         inside = known & (at[straight] >= 0) & (at[straight] <= sizes - self.nbytes[straight])
         if not inside.all():
             raise ManifestError(f"message {straight[np.argmin(inside)]} reaches out of its region: plan again")
-
-    def take(self, rows: Column) -> SendMessages:
-        """The messages of these rows."""
-        table = self.numbers()[rows]
-        return SendMessages(*(table[:, column] for column in range(_COLUMNS)))
 
     def places(self, staged: Column, *, by_chunk: bool) -> tuple[Column, int]:
         """(messages,), and bytes: where each of `staged` (bool) lies in staging memory, and the size that this takes.

@@ -6,26 +6,12 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import coverage as coverage
-    from .boxes import (
-        Box as Box,
-        Boxes as Boxes,
-        Column as Column,
-        find_overlap as find_overlap,
-        intersect as intersect,
-        is_identity as is_identity,
-        pad_axes as pad_axes,
-        subtract_all as subtract_all,
-        volumes as volumes,
-    )
     from .coverage import (
+        ReplicaSets as ReplicaSets,
+        assign_balanced as assign_balanced,
         check_exact_cover as check_exact_cover,
         choose_replicas as choose_replicas,
         expected_read_bytes as expected_read_bytes,
-    )
-    from .grids import Grids as Grids, collapse_axes as collapse_axes
-    from .load_balancing import (
-        ReplicaSets as ReplicaSets,
-        assign_balanced as assign_balanced,
         factorize as factorize,
         ragged_arange as ragged_arange,
     )
@@ -41,16 +27,25 @@ if TYPE_CHECKING:
     )
     from .shards import (
         DTYPES as DTYPES,
+        Box as Box,
+        Boxes as Boxes,
+        Column as Column,
         Shard as Shard,
         Shards as Shards,
         ShardView as ShardView,
+        Table as Table,
         contiguous_strides as contiguous_strides,
+        find_overlap as find_overlap,
+        intersect as intersect,
         lexsort_rows as lexsort_rows,
         packed_strides as packed_strides,
+        pad_axes as pad_axes,
         served_dtypes as served_dtypes,
         served_sizes as served_sizes,
         served_strides as served_strides,
+        subtract_all as subtract_all,
         tensor_positions as tensor_positions,
+        volumes as volumes,
         whole_tensor_shard as whole_tensor_shard,
     )
 else:

@@ -386,7 +386,7 @@ class DigestReport:
         self.buffer = torch.empty(asked.staging_bytes, dtype=torch.uint8, device=device)
         """Staging buffer of tensors that are given whole to the model's loader."""
         self._odd_buffer = torch.empty(asked.odd_bytes, dtype=torch.uint8, device=device)
-        proof, odd = BoxTable.decode(asked.proof, asked.groups), CopyTable.decode(asked.odd)
+        proof, odd = BoxTable.decode(asked.proof, groups=asked.groups), CopyTable.decode(asked.odd)
         memory = [*(bytes_of(tensor) for tensor in held.tensors), self.buffer]
         sizes = sizes_of(memory)
         proof.check(sizes)

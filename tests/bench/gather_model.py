@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, ShardView
+from weightbus.dataplane.tensors.shards import Box, Shard, ShardView
 
 
 class Shape(NamedTuple):

@@ -23,9 +23,8 @@ from weightbus.dataplane.reshard.digest_shares import divide_digest_work
 from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.reshard.verification import make_verification
-from weightbus.dataplane.tensors.boxes import Boxes, Column
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import DTYPES, Shards
+from weightbus.dataplane.tensors.shards import DTYPES, Boxes, Column, Shards
 
 ROWS, COLUMNS = 512, 512
 BFLOAT16 = DTYPES.index("bfloat16")

@@ -29,9 +29,8 @@ from weightbus.dataplane.reshard.load_trace import (
     TargetBox,
 )
 from weightbus.dataplane.reshard.reshard_plan import PlanReader
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole_tensor_shard
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, whole_tensor_shard
 from weightbus.dataplane.transports import plan_exchange as direct_wire, worker_exchange as worker_wire
 from weightbus.dataplane.transports.distributed.rendezvous_keys import _Sealed
 from weightbus.dataplane.transports.local import shared_buckets as local_wire
@@ -214,7 +213,7 @@ def _copies(data: bytes) -> CopyTable:
 
 def _boxes(data: bytes) -> BoxTable:
     """Likewise."""
-    table = BoxTable.decode(data, 2)
+    table = BoxTable.decode(data, groups=2)
     table.check(SIZES)
     for row in range(len(table)):
         item = int(table.item[row])

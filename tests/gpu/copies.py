@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rig
 
 from weightbus.dataplane.copy.box_digests import BoxTable
+from weightbus.dataplane.copy.copy_cuda import copy_engine_for
 from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.digest.tensor_digest import digest_tensors, finish_digests
 from weightbus.dataplane.memory.exports import RegionExporter, RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES

@@ -27,9 +27,8 @@ import msgspec
 import torch
 
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler
 from weightbus.trainer_agent.assembly.gather_plan import plan
 from weightbus.trainer_agent.assembly.host_uploads import HostUploadStream, MemoryAccess

@@ -31,17 +31,15 @@ import numpy as np
 import torch
 
 from weightbus.dataplane.copy.box_digests import make_box_table
+from weightbus.dataplane.copy.copy_cuda import copy_engine_for
 from weightbus.dataplane.copy.copy_engine import PreparedDigest
-from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.shared_memory import bytes_of
-from weightbus.dataplane.quantize import quantize_torch
-from weightbus.dataplane.quantize.fused_digests import word_layout
-from weightbus.dataplane.quantize.quantize_tasks import DigestSums, QuantizeTask, TorchTasks, prepare_tasks
+from weightbus.dataplane.quantize import quantize_tasks as quantize_torch
+from weightbus.dataplane.quantize.quantize_tasks import DigestSums, QuantizeTask, TorchTasks, prepare_tasks, word_layout
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shards, whole_tensor_shard
+from weightbus.dataplane.tensors.shards import Box, Shards, whole_tensor_shard
 
 EXPERT = (2048, 768)
 ROUNDS = 12

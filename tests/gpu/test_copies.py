@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from tests.dataplane.copy.test_tiles import boxes, column, copies, fits, memory
 from tests.kit.waiting import until
 from weightbus.dataplane.copy.box_digests import BoxTable
+from weightbus.dataplane.copy.copy_cuda import copy_engine_for
+from weightbus.dataplane.copy.copy_engine import TorchCopyEngine
 from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
-from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.errors import PeerLost, StaleSession
 from weightbus.dataplane.memory.exports import RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rig
 
-from weightbus.dataplane.copy.engine_selection import copy_engine_for
+from weightbus.dataplane.copy.copy_cuda import copy_engine_for
 from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.processes.process_groups import serve_store

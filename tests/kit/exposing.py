@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
+from weightbus.dataplane.copy.copy_engine import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.exports import RegionImporter
 from weightbus.dataplane.processes.host_facts import host_identity

@@ -1,4 +1,4 @@
-"""Batches of copies on a host's memory: the contract that memcpy_batch.py has with libcuda.
+"""Batches of copies on a host's memory: the contract that copy_cuda.py has with libcuda.
 
 The struct is written down here a second time, field by field as cuda.h of CUDA 13.0 has it, and what a driver refuses
 is refused. Copies are carried out last first: nobody may rely on an order between them.

@@ -39,8 +39,7 @@ from tests.kit.fake_weights import FakeWeights
 from tests.kit.flat_module import FlatModule
 from tests.kit.forked import log_to, say, serve
 from weightbus.control.server.metrics import configure_logging
-from weightbus.dataplane.copy.copy_engine import no_wait
-from weightbus.dataplane.copy.copy_torch import TorchCopies
+from weightbus.dataplane.copy.copy_engine import TorchCopies, no_wait
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.distributed.receiver import SidecarReceiver
 from weightbus.dataplane.transports.interface import Address

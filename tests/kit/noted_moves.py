@@ -8,12 +8,10 @@ from collections.abc import Generator, Mapping, Sequence
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy.copy_engine import PreparedCopies, WaitStage, no_wait
+from weightbus.dataplane.copy.copy_engine import PreparedCopies, TorchCopyEngine, WaitStage, no_wait
 from weightbus.dataplane.copy.copy_table import AXES, CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.processes.connections import Deadline
-from weightbus.dataplane.tensors.boxes import Column
-from weightbus.dataplane.tensors.shards import DTYPES
+from weightbus.dataplane.tensors.shards import DTYPES, Column
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
 
 Row = tuple[int, int, int, int, int]

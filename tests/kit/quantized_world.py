@@ -10,13 +10,12 @@ import msgspec
 import torch
 from hypothesis import strategies as st
 
-from weightbus.dataplane.quantize import quantize_torch
+from weightbus.dataplane.quantize import quantize_tasks as quantize_torch
 from weightbus.dataplane.quantize.hf_quantization_config import Quantization, QuantizationRule, quantized_tensors
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_tensor
 from weightbus.dataplane.tensors import coverage as cover
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, contiguous_strides
 from weightbus.dataplane.transports.broadcast_order import cut as cut_buckets
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource

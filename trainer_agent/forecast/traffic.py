@@ -1,7 +1,7 @@
 """Bytes between pairs of GPUs: the reshard plan's choice among replicas, for all readers of a fleet at once. Pure.
 
 A worker reads every element from the nearest rank that holds it: its own GPU, its host, any other; equally near ranks
-give equally many bytes (dataplane/tensors/load_balancing.py, with the same inputs as the planner has). Holders are a
+give equally many bytes (dataplane/tensors/coverage.py, with the same inputs as the planner has). Holders are a
 series with equal steps, so that the nearest are found without looking at each.
 """
 

@@ -1,8 +1,8 @@
 """Digests that SGLang must report of its parameters after a load, computed while buckets are in the staging buffers.
 
 SGLang's weights_checker on CPU tensors gives the first 8 bytes of the SHA-256 of each parameter's bytes, per rank. The
-parameter is fused and cut (dataplane/digest/sglang_layout.py), and its parts may be in several buckets: a hash runs on
-as soon as its next part is there, and parts that come too early are kept. On a GPU it gives a checksum of its own,
+parameter is fused and cut (dataplane/digest/sglang_checksum.py), and its parts may be in several buckets: a hash runs
+on as soon as its next part is there, and parts that come too early are kept. On a GPU it gives a checksum of its own,
 whose parts may come in any order: tables per bucket are made once, and a version costs one launch per bucket and one
 small copy to the host at its end.
 """
@@ -118,11 +118,11 @@ class GpuChecksumDigester:
         if memory.device.type != "cuda":
             fmix.accumulate(memory.numpy(), self._layout.tables[index], self._host)
             return
-        from weightbus.dataplane.digest import sglang_checksum_triton as fmix_triton  # noqa: PLC0415 - Triton is there where a GPU is
+        from weightbus.dataplane.digest import digest_triton as fmix_triton  # noqa: PLC0415 - Triton is there where a GPU is
 
         if self._device is None:
             self._device = torch.zeros((self._layout.lanes.tiles, 2), dtype=torch.int32, device=memory.device)
-        fmix_triton.accumulate(memory, self._layout.table_on(index, memory.device), self._device)
+        fmix_triton.sum_checksums(memory, self._layout.table_on(index, memory.device), self._device)
 
     def result(self, fed: Collection[int] | None = None) -> dict[str, tuple[str, ...]]:
         """Checksums by parameter and rank. Raises `ValueError` if a bucket was not fed.

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 
 from weightbus.dataplane.copy.copy_cuda import CudaCopyEngine
+from weightbus.dataplane.copy.copy_engine import TorchCopyEngine
 from weightbus.dataplane.copy.copy_table import AXES, CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.tensors.shards import DTYPES
 
 from .test_tiles import REGION, column, copies, fits, memory

@@ -13,21 +13,22 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.copy import memcpy_batch as copy_batch
-from weightbus.dataplane.copy.copy_cuda import CudaCopies, CudaCopyEngine
-from weightbus.dataplane.copy.copy_engine import StagedCopies
-from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchCopies
-from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS, copy_streams_setting
-from weightbus.dataplane.copy.memcpy_batch import (
+from weightbus.dataplane.copy import copy_cuda as copy_batch
+from weightbus.dataplane.copy.copy_cuda import (
+    DEFAULT_COPY_STREAMS,
     SHARES,
     CopyBatch,
     CopyRuns,
+    CudaCopies,
+    CudaCopyEngine,
+    PeerCopies,
+    copy_streams_setting,
     rows_for_copy_engines,
     split_into_batches,
     split_into_runs,
 )
-from weightbus.dataplane.copy.peer_copies import PeerCopies
+from weightbus.dataplane.copy.copy_engine import StagedCopies, TorchCopies
+from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import CopyEnginesUnavailable, PeerLost, Unsupported
 from weightbus.dataplane.tensors.shards import DTYPES
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.copy import ready_flags as module
+from weightbus.dataplane.copy import copy_engine as module
+from weightbus.dataplane.copy.copy_engine import ReadyFlags, needed_parts_by_stage, ready_flags_in, stages_of_rows
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.copy.ready_flags import ReadyFlags, needed_parts_by_stage, ready_flags_in, stages_of_rows
 from weightbus.dataplane.errors import DeadlineExceeded, ManifestError, PeerLost, StaleSession
 from weightbus.dataplane.memory.export_map import ArenaRegion
 

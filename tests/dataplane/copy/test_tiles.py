@@ -16,12 +16,11 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy import tiles as module
 from weightbus.dataplane.copy.box_digests import BoxTable
+from weightbus.dataplane.copy.copy_engine import TorchCopies, TorchDigest
 from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchDigest
 from weightbus.dataplane.copy.tiles import TILE_VECTORS, TILE_WORDS, Tiles, reciprocal, staged_tiles, word_tiles
 from weightbus.dataplane.digest.tensor_digest import mix_words
-from weightbus.dataplane.tensors.boxes import Column
-from weightbus.dataplane.tensors.shards import DTYPES
+from weightbus.dataplane.tensors.shards import DTYPES, Column
 
 REGION = 1 << 18
 
@@ -151,7 +150,7 @@ KERNEL = """
 import numpy as np
 import torch
 from weightbus.dataplane.copy import tiles
-from weightbus.dataplane.copy import tiles_triton
+from weightbus.dataplane.copy import copy_triton as tiles_triton
 from weightbus.dataplane.copy.copy_table import AXES
 
 random = np.random.default_rng(5)
@@ -189,7 +188,7 @@ def test_tiles_are_there_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -
     """On a GPU they are written on one stream, and read on any."""
     told: list[str] = []
     kernel = SimpleNamespace(write=lambda *_: told.append("written"))
-    monkeypatch.setitem(sys.modules, "weightbus.dataplane.copy.tiles_triton", kernel)
+    monkeypatch.setitem(sys.modules, "weightbus.dataplane.copy.copy_triton", kernel)
     stream = SimpleNamespace(synchronize=lambda: told.append("there"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: torch.zeros(shape, dtype=dtype))

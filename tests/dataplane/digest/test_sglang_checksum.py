@@ -121,14 +121,14 @@ def test_the_kernel_adds_what_numpy_adds() -> None:
     program = """
 import numpy as np, torch
 from weightbus.dataplane.digest import sglang_checksum as fmix
-from weightbus.dataplane.digest import sglang_checksum_triton as fmix_triton
+from weightbus.dataplane.digest import digest_triton as fmix_triton
 data = np.random.default_rng(1).integers(0, 256, 90_000, dtype=np.uint8)
 whole = fmix.segments(4, 40_000, 40_000, 1, word=100, tile=0)
 table = fmix.join([whole, fmix.segments(40_004, 400, 800, 60, word=3, tile=2)])
 lanes = np.zeros((6, 2), dtype=np.uint32)
 fmix.accumulate(data, table, lanes)
 found = torch.zeros((6, 2), dtype=torch.int32)
-fmix_triton._sum_segments[(len(table),)](torch.from_numpy(data), torch.from_numpy(table), found, BLOCK=1024)
+fmix_triton._sum_checksums[(len(table),)](torch.from_numpy(data), torch.from_numpy(table), found, BLOCK=1024)
 assert (found.numpy().view(np.uint32) == lanes).all(), (found, lanes)
 """
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.digest.sglang_layout import ParameterBox, ServedParameter, served_layout
+from weightbus.dataplane.digest.sglang_checksum import ParameterBox, ServedParameter, served_layout
 from weightbus.dataplane.tensors.manifest import TensorSpec
 
 HIDDEN, FFN, HEAD_DIM = 12, 24, 4

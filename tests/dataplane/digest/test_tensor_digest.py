@@ -140,7 +140,7 @@ def test_refuses_other_memory() -> None:
 KERNEL = """
 import torch
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.digest import tensor_digest_triton as integrity_triton
+from weightbus.dataplane.digest import digest_triton as integrity_triton
 integrity_triton.SEGMENT_WORDS, integrity_triton.BLOCK = 64, 32
 from contextlib import nullcontext
 torch.cuda.device_of = lambda memory: nullcontext()
@@ -149,7 +149,7 @@ for skew in (0, 1, 2, 4, 7):
     offsets = [skew + n for n in (0, 1, 9, 1500, 1502, 1600, 1608, 2120, 2600, 2607)]
     memory = torch.randint(0, 256, (2700,), dtype=torch.uint8)
     bounds = np.asarray(offsets, dtype=np.int64)
-    lanes = integrity_triton.accumulate(memory, bounds)
+    lanes = integrity_triton.sum_tensors(memory, bounds)
     assert integrity.finish_digests(lanes, np.diff(bounds)) == integrity.digest_tensors(memory, offsets), skew
 print("equal")
 """

@@ -11,12 +11,16 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.quantize.fused_digests import fully_summed_tensors, word_layout
-from weightbus.dataplane.quantize.quantize_tasks import DigestSums, QuantizeTask, prepare_tasks
+from weightbus.dataplane.quantize.quantize_tasks import (
+    DigestSums,
+    QuantizeTask,
+    fully_summed_tensors,
+    prepare_tasks,
+    word_layout,
+)
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, contiguous_strides
 
 CPU = torch.device("cpu")
 BLOCKS = fp8_block((16, 16))

@@ -20,16 +20,16 @@ import triton.language as tl
 
 from weightbus.dataplane.quantize import quantize_cuda as quantize_cuda
 
-from weightbus.dataplane.quantize import quantize_torch as quantize_torch
+from weightbus.dataplane.quantize import quantize_tasks as quantize_torch
 
 launch = quantize_cuda.launch
 quantize_cuda.launch = lambda kind, table: launch(kind, table, fast=False)  # NumPy has no fused multiply-add
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.shards import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.quantize.schemes import fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
 from weightbus.dataplane.quantize.quantize_tasks import DigestSums, QuantizeTask
-from weightbus.dataplane.quantize.fused_digests import word_layout
+from weightbus.dataplane.quantize.quantize_tasks import word_layout
 
 SCHEMES = (
     fp8_block((128, 128)), fp8_block((128, 128), power_of_two=True), fp8_channel(), mxfp8(), mxfp8(compressed=True),

@@ -26,8 +26,8 @@ from weightbus.dataplane.quantize.schemes import (
     int4,
     mxfp8,
 )
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Box
 
 SHAPES = st.tuples(st.sampled_from([1, 8, 127, 128, 200]), st.sampled_from([1, 32, 128, 256, 320]))
 

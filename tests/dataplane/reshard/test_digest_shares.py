@@ -9,14 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
+from weightbus.dataplane.copy.copy_engine import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, DigestMismatch, ManifestError, Unsupported
-from weightbus.dataplane.reshard.digest_shares import DigestDivision, divide_digest_work
-from weightbus.dataplane.reshard.share_digester import ShareDigester
-from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.reshard.digest_shares import DigestDivision, ShareDigester, divide_digest_work
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, contiguous_strides
 
 TENSORS = (
     TensorSpec("even", "bfloat16", (12, 16)),

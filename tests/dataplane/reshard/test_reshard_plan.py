@@ -13,16 +13,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.box_digests import make_box_table, odd_boxes
+from weightbus.dataplane.copy.copy_engine import TorchCopyEngine
 from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, ManifestError
 from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
 from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace, NotCopiedCause, StagedTensor
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, contiguous_strides
 
 READER = PlanReader(rank=0, host="here", device="cpu")
 

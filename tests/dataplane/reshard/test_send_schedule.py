@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from weightbus.dataplane.copy.copy_engine import TorchCopies, TorchCopyEngine
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchCopyEngine
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
 from weightbus.dataplane.processes.connections import Deadline
@@ -31,9 +31,8 @@ from weightbus.dataplane.reshard.send_schedule import (
     make_send_schedule,
     pair_bytes_for,
 )
-from weightbus.dataplane.tensors.boxes import Box, Column
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
+from weightbus.dataplane.tensors.shards import Box, Column, Shard, Shards, ShardView, contiguous_strides
 from weightbus.dataplane.transports.sends.message_queues import UNDER_WAY, Mail, ReceiveQueue, SendQueue, beside_bytes
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
 

@@ -12,9 +12,8 @@ from hypothesis import given, settings, strategies as st
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import DigestMismatch
 from weightbus.dataplane.reshard.verification import RankVerification, Verification
-from weightbus.dataplane.tensors.boxes import Boxes
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shards
+from weightbus.dataplane.tensors.shards import Boxes, Shards
 
 TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 8)) for number in range(6))
 

@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 from hypothesis import given, strategies as st
 
-from weightbus.dataplane.tensors import boxes as boxes_module
-from weightbus.dataplane.tensors.boxes import Box, Boxes, find_overlap, intersect, subtract_all, volumes
+from weightbus.dataplane.tensors import shards as boxes_module
+from weightbus.dataplane.tensors.shards import Box, Boxes, find_overlap, intersect, subtract_all, volumes
 
 AXES = 2
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.errors import CoverageError, ManifestError
 from weightbus.dataplane.tensors import coverage as cover
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import (
+    Box,
     Shard,
     Shards,
     ShardView,

@@ -31,9 +31,8 @@ from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.messages import AgentId, Channel, Outcome, Role
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.trainer_agent.machine.errors import LeaseBusy
 from weightbus.trainer_agent.machine.publication import PublishReport

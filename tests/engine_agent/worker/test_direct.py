@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS
+from weightbus.dataplane.copy.copy_cuda import DEFAULT_COPY_STREAMS
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
 from weightbus.dataplane.memory.exports import RegionExporter, RegionImporter
 from weightbus.dataplane.processes.connections import Deadline, FrameListener, Frames

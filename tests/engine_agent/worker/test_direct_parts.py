@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane.copy.ready_flags import ReadyFlags
+from weightbus.dataplane.copy.copy_engine import ReadyFlags
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.transports import worker_exchange as worker_wire
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt

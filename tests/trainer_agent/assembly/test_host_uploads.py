@@ -13,9 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.trainer_agent.assembly.assembler import Assembler
 from weightbus.trainer_agent.assembly.gather_plan import plan
 from weightbus.trainer_agent.assembly.host_uploads import (

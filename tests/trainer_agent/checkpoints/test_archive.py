@@ -18,7 +18,7 @@ from safetensors import safe_open
 from weightbus.control.cli.entry_point import main
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.quantize.quantize_torch import quantize
+from weightbus.dataplane.quantize.quantize_tasks import quantize
 from weightbus.dataplane.quantize.schemes import fp8_block
 from weightbus.dataplane.transports.disk import checkpoint_files
 from weightbus.dataplane.transports.disk.checkpoint_files import NOTES, CheckpointWriter

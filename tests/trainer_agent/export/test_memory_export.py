@@ -16,10 +16,9 @@ from weightbus.control.protocol.messages import TransportKind
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory.exports import RegionExporter, RegionImporter
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.coverage import check_exact_cover
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.publish.bucket_staging import VersionLayout
 from weightbus.trainer_agent.publish.rank_zero import start_rank_zero

@@ -14,8 +14,7 @@ from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
 from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
 from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
-from weightbus.dataplane.tensors.boxes import Boxes, volumes
-from weightbus.dataplane.tensors.shards import DTYPES, Shards
+from weightbus.dataplane.tensors.shards import DTYPES, Boxes, Shards, volumes
 from weightbus.trainer_agent.forecast.fleet import (
     EngineLocation,
     Engines,

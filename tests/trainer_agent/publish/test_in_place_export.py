@@ -20,16 +20,15 @@ import torch
 
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import RequestRefused
-from weightbus.dataplane.copy.device_fence import DeviceFence
+from weightbus.dataplane.copy.copy_engine import DeviceFence
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.exports import ExportableHostMemory
 from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, QuantizeTask, TorchTasks
-from weightbus.dataplane.reshard.share_digester import ShareDigester
-from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.reshard.digest_shares import ShareDigester
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, contiguous_strides
 from weightbus.trainer_agent.export import memory_export
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.machine.errors import PublishFailed

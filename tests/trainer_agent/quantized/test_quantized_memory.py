@@ -10,15 +10,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.box_digests import Lanes
-from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
+from weightbus.dataplane.copy.copy_engine import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.quantize.schemes import Scheme, fp8_block
-from weightbus.dataplane.reshard.digest_shares import divide_digest_work
-from weightbus.dataplane.reshard.share_digester import PASS_BYTES, ShareDigester
+from weightbus.dataplane.reshard.digest_shares import PASS_BYTES, ShareDigester, divide_digest_work
 from weightbus.dataplane.tensors import coverage as cover
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shards
+from weightbus.dataplane.tensors.shards import Box, Shards
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.export.memory_export import DerivedTensors, Exportable
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, ReadableQuantizedSource, quantized

@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from weightbus.dataplane.quantize.hf_quantization_config import quantized_tensors
 from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, int4
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Box
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.machine.errors import BadCheckpoint
 from weightbus.trainer_agent.quantized.quantization_plan import QuantizedWeight, WeightDivision

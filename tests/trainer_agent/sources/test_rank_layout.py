@@ -2,9 +2,8 @@
 
 import pytest
 
-from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.trainer_agent.source import RanksDisagree
 from weightbus.trainer_agent.sources.collective_source import (
     LayoutRefusal,

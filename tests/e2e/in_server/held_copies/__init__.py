@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from weightbus.dataplane.copy.copy_torch import TorchCopies
+from weightbus.dataplane.copy.copy_engine import TorchCopies
 
 LONGEST_S = 120.0
 _whole = TorchCopies.launch

@@ -7,8 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from weightbus.dataplane.tensors.boxes import Box
-from weightbus.dataplane.tensors.shards import Shard, contiguous_strides
+from weightbus.dataplane.tensors.shards import Box, Shard, contiguous_strides
 from weightbus.trainer_agent.source import LayoutMismatch
 from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors, match_parameter
 from weightbus.trainer_agent.sources.megatron.parameter_mapping import LocalParameter, ParallelRank, shards_of

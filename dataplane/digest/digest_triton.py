@@ -2,11 +2,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
 # ruff: noqa: ANN001, ANN202, N803
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
-"""The sums of ``mix64x2`` on a GPU: one launch per bucket, over a table of segments. Imported only when needed.
+"""Sums of digests on a GPU: one launch per bucket, a program per segment. Imported only when needed.
 
-A segment is a run of at most `SEGMENT_WORDS` words of one tensor. Every word is put together from the two aligned
-8-byte granules that hold it, so tensors may begin at any byte, and every granule that is read holds at least one byte
-of the tensor (granules never straddle an allocation).
+For ``mix64x2`` (tensor_digest.py) a segment is a run of at most `SEGMENT_WORDS` words of one tensor. Every word is put
+together from the two aligned 8-byte granules that hold it, so tensors may begin at any byte, and every granule that is
+read holds at least one byte of the tensor (granules never straddle an allocation).
 """
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+
+from . import sglang_checksum as fmix
 
 SEGMENT_WORDS = 16 * 1024
 BLOCK = 2048
@@ -70,10 +72,64 @@ def segments(bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.stack([bounds[:-1][tensor] + skipped, piece * SEGMENT_WORDS, nbytes, tensor], axis=1).astype(np.int64)
 
 
-def accumulate(memory: torch.Tensor, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Both lanes of every tensor, as `integrity` defines them; waits for the kernel."""
+def sum_tensors(memory: torch.Tensor, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Both lanes of every tensor, as tensor_digest.py defines them; waits for the kernel."""
     table = torch.from_numpy(segments(bounds)).to(memory.device)
     lanes = torch.zeros((len(bounds) - 1, 2), dtype=torch.int64, device=memory.device)
     with torch.cuda.device_of(memory):
         _sum_segments[(len(table),)](memory, table, lanes, WORDS=SEGMENT_WORDS, BLOCK=BLOCK, num_warps=8)  # pyright: ignore[reportCallIssue]
     return np.ascontiguousarray(lanes.cpu().numpy().view(np.uint64).T)
+
+
+_TILE = tl.constexpr(fmix.TILE_WORDS)
+_SEED_A = tl.constexpr(fmix.SEED_A)
+_SEED_B = tl.constexpr(fmix.SEED_B)
+_POSITION_A = tl.constexpr(fmix.POSITION_A)
+_POSITION_B = tl.constexpr(fmix.POSITION_B)
+_FMIX_1 = tl.constexpr(fmix.FMIX_1)
+_FMIX_2 = tl.constexpr(fmix.FMIX_2)
+
+
+@triton.jit
+def _fmix(x):
+    x ^= x >> 16
+    x = x * tl.full((), _FMIX_1, tl.uint32)
+    x ^= x >> 13
+    x = x * tl.full((), _FMIX_2, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _sum_checksums(memory, table, lanes, BLOCK: tl.constexpr):
+    row = table + tl.program_id(0).to(tl.int64) * 4
+    words = (memory.to(tl.int64) + tl.load(row)).to(tl.pointer_type(tl.uint32))
+    count = tl.load(row + 1)
+    begin = tl.load(row + 2)
+    lane = (tl.load(row + 3) + begin // _TILE) * 2
+    sum_a = tl.zeros((BLOCK,), dtype=tl.uint32)
+    sum_b = tl.zeros((BLOCK,), dtype=tl.uint32)
+    for at in range(0, count, BLOCK):
+        index = at + tl.arange(0, BLOCK)
+        inside = index < count
+        word = tl.load(words + index, mask=inside, other=0)
+        place = (begin + index).to(tl.uint32)
+        mixed_a = (place * tl.full((), _POSITION_A, tl.uint32) + tl.full((), _SEED_A, tl.uint32)) ^ (
+            (place << 15) | (place >> 17)
+        )
+        mixed_b = (place * tl.full((), _POSITION_B, tl.uint32) + tl.full((), _SEED_B, tl.uint32)) ^ (
+            (place << 13) | (place >> 19)
+        )
+        sum_a += tl.where(inside, _fmix(word ^ mixed_a), 0).to(tl.uint32)
+        sum_b += tl.where(inside, _fmix(word ^ mixed_b), 0).to(tl.uint32)
+    tl.atomic_add(lanes + lane, tl.sum(sum_a).to(tl.uint32).to(tl.int32, bitcast=True))
+    tl.atomic_add(lanes + lane + 1, tl.sum(sum_b).to(tl.uint32).to(tl.int32, bitcast=True))
+
+
+def sum_checksums(memory: torch.Tensor, table: torch.Tensor, lanes: torch.Tensor) -> None:
+    """Add the segments of `table` (int64, [segments, 4], on the device) in `memory` to `lanes` (int32, [tiles, 2]).
+
+    Asynchronous, on the current stream.
+    """
+    if len(table):
+        with torch.cuda.device_of(memory):
+            _sum_checksums[(len(table),)](memory, table, lanes, BLOCK=1024)  # pyright: ignore[reportArgumentType] - a kernel is not called as it is written
