@@ -139,6 +139,6 @@ class PipelineSource(Source, Protocol):
 
 
 def head_dim_of(source: Source) -> int | None:
-    """Elements of an attention head, which shapes do not tell (sglang_checksum.py); None when `source` does not know."""
+    """Elements of an attention head, which shapes do not tell (sglang_checksum.py); None if `source` does not know."""
     head_dim: int | None = getattr(source, "head_dim", None)
     return head_dim

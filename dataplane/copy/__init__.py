@@ -13,12 +13,10 @@ if TYPE_CHECKING:
         BoxTable as BoxTable,
         Lanes as Lanes,
         PackedBoxes as PackedBoxes,
-        assemble_tensor as assemble_tensor,
-        digest_packed_tensor as digest_packed_tensor,
+        digest_from_parts as digest_from_parts,
         make_box_table as make_box_table,
         odd_boxes as odd_boxes,
         pack_boxes as pack_boxes,
-        unpack_boxes as unpack_boxes,
     )
     from .copy_cuda import copy_engine_for as copy_engine_for, copy_streams_setting as copy_streams_setting
     from .copy_engine import (

@@ -215,6 +215,17 @@ def unpack_boxes(boxes: Shards, index: int, buffer: bytes, source: str) -> Itera
         yield TensorPart(source, cut, data.reshape(*shard.box.shape, item))
 
 
+def digest_from_parts(packs: Sequence[Shards], index: int, buffers: Sequence[bytes], source: str) -> bytes:
+    """The digest of tensor `index` from the buffers that several processes packed; every place must agree.
+
+    `source` names a process by its number, for messages. Raises `DigestMismatch`.
+    """
+    parts: list[TensorPart] = []
+    for number, (pack, buffer) in enumerate(zip(packs, buffers, strict=True)):
+        parts.extend(unpack_boxes(pack, index, buffer, f"{source} {number}"))
+    return digest_packed_tensor(assemble_tensor(packs[0].tensors[index], parts))
+
+
 def assemble_tensor(spec: TensorSpec, parts: Sequence[TensorPart]) -> Bytes:
     """The packed bytes of a tensor. Raises `DigestMismatch` when two parts differ in an element that both hold."""
     item = int(ITEM_SIZES[DTYPES.index(spec.dtype)])

@@ -35,6 +35,13 @@ _ABORT_TAG: Final = 0x7FFFFFFF
 """A tag that no message has."""
 
 
+class NcclAbort(Protocol):
+    """The part of ProcessGroupNCCL that torch's stubs leave out."""
+
+    def abort(self) -> None:
+        """Torch's own."""
+
+
 class GlooReceive(Protocol):
     """The part of ProcessGroupGloo that torch's stubs leave out."""
 
@@ -64,14 +71,6 @@ def make_gloo_group(store: c10d.Store, host: str, rank: int, size: int, timeout:
     return make(store, rank, size, options)
 
 
-class Abortable(Protocol):
-    """The part of ProcessGroupNCCL that torch's stubs leave out."""
-
-    def abort(self) -> None:
-        """Torch's own."""
-        ...
-
-
 def make_nccl_group(store: c10d.Store, rank: int, size: int, deadline: Deadline) -> object:
     """A ``ProcessGroupNCCL`` that torch's watchdog leaves alone. It connects at its first call.
 
@@ -93,7 +92,7 @@ def make_nccl_group(store: c10d.Store, rank: int, size: int, deadline: Deadline)
         _MAKING.release()
 
 
-def abort_nccl(backend: Abortable, seconds: float = _ABORT_S) -> None:
+def abort_nccl(backend: NcclAbort, seconds: float = _ABORT_S) -> None:
     """Abort a group and wait up to `seconds`: NCCL's part may take as long as the driver likes."""
     run_aside(backend.abort).join(seconds)
 

@@ -1,6 +1,6 @@
 """Quantization schemes, the config that names them, and the kernels.
 
-schemes and hf_quantization_config are pure; quantize_tasks has the arithmetic with torch, quantize_triton the kernels.
+schemes is pure; quantize_tasks has the arithmetic with torch, quantize_triton the kernels.
 """
 
 from typing import TYPE_CHECKING
@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import hf_quantization_config as hf_quantization_config
-    from .hf_quantization_config import (
-        Quantization as Quantization,
-        quantized_tensors as quantized_tensors,
-        read_quantization_config as read_quantization_config,
-    )
+    from . import schemes as schemes
     from .quantize_cuda import tile_shape as tile_shape
     from .quantize_tasks import (
         DigestSums as DigestSums,
@@ -27,9 +22,12 @@ if TYPE_CHECKING:
     )
     from .schemes import (
         Element as Element,
+        Quantization as Quantization,
         QuantizedPart as QuantizedPart,
         Scheme as Scheme,
         UnknownScheme as UnknownScheme,
+        quantized_tensors as quantized_tensors,
+        read_quantization_config as read_quantization_config,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

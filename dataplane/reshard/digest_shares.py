@@ -25,12 +25,10 @@ from ..copy import (
     PackedBoxes,
     PreparedCopies,
     PreparedDigest,
-    assemble_tensor,
-    digest_packed_tensor,
+    digest_from_parts,
     make_box_table,
     odd_boxes,
     pack_boxes,
-    unpack_boxes,
 )
 from ..digest import tensor_digest as integrity
 from ..errors import ManifestError, Unsupported
@@ -110,7 +108,7 @@ class DigestDivision:
         if len(self.odd):
             packs = [self._odd_of(rank) for rank in range(len(odd))]
             for index in self.odd.tolist():
-                found[16 * index : 16 * index + 16] = self._put_together(index, packs, odd)
+                found[16 * index : 16 * index + 16] = digest_from_parts(packs, index, odd, "trainer rank")
         return bytes(found)
 
     @cached_property
@@ -124,14 +122,6 @@ class DigestDivision:
         even = ~np.isin(self.chosen.boxes.space, self.odd)
         ranks: list[int] = np.unique(self.chosen.rank).tolist()
         return {rank: np.unique(self.chosen.boxes.space[even & (self.chosen.rank == rank)]) for rank in ranks}
-
-    def _put_together(self, index: int, packs: Sequence[Shards], odd: Sequence[bytes]) -> bytes:
-        parts = [
-            part
-            for rank, (pack, blob) in enumerate(zip(packs, odd, strict=True))
-            for part in unpack_boxes(pack, index, blob, f"trainer rank {rank}")
-        ]
-        return digest_packed_tensor(assemble_tensor(self.chosen.tensors[index], parts))
 
     def _odd_of(self, rank: int) -> Shards:
         mine = self.chosen.of_rank(rank)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ManifestError
-from ..tensors import ITEM_BYTES, Box, Column, Shards, TensorSpec, tensor_positions
+from ..tensors import Box, Column, Shards, TensorSpec, tensor_positions
 
 _SHOWN: Final = 4
 """Names of a list in a summary."""
@@ -40,11 +40,6 @@ class LoadTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """True for parameters, whose elements must all be accounted for. Buffers and attributes are only followed."""
     aliases: tuple[str, ...] = ()
     """Other names of the same memory: tied weights."""
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return ITEM_BYTES[self.dtype]
 
 
 class NotCopiedCause(enum.StrEnum):

@@ -19,18 +19,15 @@ from math import prod
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..copy import (
     BoxTable,
     CopyTable,
     Lanes,
-    assemble_tensor,
-    digest_packed_tensor,
+    digest_from_parts,
     make_box_table,
     odd_boxes,
     pack_boxes,
-    unpack_boxes,
 )
 from ..digest import tensor_digest as integrity
 from ..errors import DigestMismatch, NotTraceable
@@ -130,8 +127,9 @@ class Verification:
         digests = integrity.finish_digests(totals, self._sizes)
         if not agreed or digests != reading.of(table.tensors):
             self._explain(table, lanes)
+        packs = [rank.odd_shards for rank in self.ranks]
         for index in self.odd:
-            self._compare(table, index, digest_packed_tensor(self._assembled(index, odd)))
+            self._compare(table, index, digest_from_parts(packs, index, odd, "worker"))
 
     def _explain(self, table: DigestTable, lanes: Sequence[Lanes]) -> None:
         """Raise for the first box that differs between workers, or the first tensor that differs from the table."""
@@ -166,15 +164,6 @@ class Verification:
         expected = table.tensors[16 * index : 16 * index + 16]
         if found != expected:
             raise DigestMismatch(self.tensors[index].name, found.hex(), expected.hex())
-
-    def _assembled(self, index: int, odd: Sequence[bytes]) -> npt.NDArray[np.uint8]:
-        """The packed bytes of a tensor from the boxes that workers read back; every place must agree."""
-        parts = [
-            part
-            for number, (rank, blob) in enumerate(zip(self.ranks, odd, strict=True))
-            for part in unpack_boxes(rank.odd_shards, index, blob, f"worker {number}")
-        ]
-        return assemble_tensor(self.tensors[index], parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from weightbus.dataplane.quantize import Quantization, UnknownScheme, hf_quantization_config as quantization_config
+from weightbus.dataplane.quantize import Quantization, UnknownScheme, schemes as quantization_config
 from weightbus.dataplane.transports.disk import DTYPES
 
 from ..errors import UnfitManifest

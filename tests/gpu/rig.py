@@ -363,7 +363,7 @@ def write_model(folder: Path, hf: dict[str, Any]) -> None:
 
     Servers are started with random weights; sidecars want to know which tensors make up a complete version.
     """
-    from weightbus.dataplane.quantize.hf_quantization_config import quantized_tensors, read_quantization_config
+    from weightbus.dataplane.quantize.schemes import quantized_tensors, read_quantization_config
     from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 
     folder.mkdir()

@@ -11,8 +11,14 @@ import torch
 from hypothesis import strategies as st
 
 from weightbus.dataplane.quantize import quantize_tasks as quantize_torch
-from weightbus.dataplane.quantize.hf_quantization_config import Quantization, QuantizationRule, quantized_tensors
-from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_tensor
+from weightbus.dataplane.quantize.schemes import (
+    SCHEMES,
+    Quantization,
+    QuantizationRule,
+    Scheme,
+    fp8_tensor,
+    quantized_tensors,
+)
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, contiguous_strides

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weightbus.dataplane.quantize import quantize_tasks as quantize_torch
-from weightbus.dataplane.quantize.hf_quantization_config import quantized_tensors, read_quantization_config
+from weightbus.dataplane.quantize.schemes import quantized_tensors, read_quantization_config
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import DTYPES

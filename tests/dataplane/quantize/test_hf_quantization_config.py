@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane.quantize.hf_quantization_config import (
+from weightbus.dataplane.quantize.schemes import (
     Quantization,
+    Scheme,
+    UnknownScheme,
+    fp8_block,
+    fp8_channel,
+    fp8_tensor,
+    int4,
+    mxfp8,
     quantized_tensors,
     read_quantization_config,
 )
-from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
 from weightbus.dataplane.tensors.manifest import TensorSpec
 
 Config = dict[str, Any]

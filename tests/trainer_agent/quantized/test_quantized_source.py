@@ -12,8 +12,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from weightbus.dataplane.quantize.hf_quantization_config import quantized_tensors
-from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, int4
+from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, int4, quantized_tensors
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box
 from weightbus.trainer_agent.assembly.assembler import DTYPES

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightbus.dataplane.quantize import hf_quantization_config as quantization_config
+from weightbus.dataplane.quantize import schemes as quantization_config
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec as checkpoint
 from weightbus.engine_agent.engines.sglang import compatibility as validate
