@@ -6,22 +6,20 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 
-from tests.gpu import engines, int4, nccl, quantized_rounds, stages, stock
+from tests.gpu import engines, int4, quantized_rounds, stages
 from weightbus.control.machine.routing import PREFERRED, choose
 from weightbus.control.machine.states import TransferEnds
 from weightbus.control.protocol.messages import TransportKind
 from weightbus.engine_agent.engines.sglang.compatibility import missing
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.sidecar.topology import topology_of
-from weightbus.trainer_agent.demo import child_processes as processes
 from weightbus.trainer_agent.source import PipelineSource
 
 from ..control.world import engine_info, trainer_info
@@ -75,15 +73,6 @@ def test_kernels_may_differ_by_less_than_quantizing(
     assert made.found["equal"] is False
     made.int4()
     assert made.found["equal"] is equal
-
-
-def test_kernels_are_compiled_while_other_servers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever needs none comes before the first that needs some, in any order of models."""
-    checks = [check(monkeypatch, name) for name in ("moe", "experts", "dense")]
-    assert [(each.name, step) for each, step in int4.steps(checks)] == [
-        ("moe", "plain"), ("experts", "plain"), ("experts", "int4"), ("dense", "plain"),
-        ("dense", "int4"), ("moe", "int4"),
-    ]  # fmt: skip
 
 
 def test_a_speculating_server_is_refused_in_the_words_that_its_case_asks_for(tmp_path: Path) -> None:
@@ -152,49 +141,6 @@ def test_members_of_a_group_share_no_gpu() -> None:
     assert len({engine, *by_stage}) == len({engine, *gathered}) == 3
     with pytest.raises(ValueError, match="1 GPUs"):
         stages.seats(1)
-
-
-class Started(Exception):
-    """Servers and sidecars were started, as far as is asked here."""
-
-
-class Programs:
-    """Starts nothing, and keeps the flags of every sidecar."""
-
-    def __init__(self, *_: Any) -> None:
-        self.sidecars: list[list[str]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def start(self, name: str, argv: list[str], **_: Any) -> Any:
-        if name.startswith(("ranks", "trainer")):
-            raise Started
-        if name.startswith("sidecar"):
-            self.sidecars.append(argv)
-        return argparse.Namespace(process=argparse.Namespace(pid=1))
-
-    def dismiss(self, *_: Any) -> None:
-        pass
-
-
-@pytest.mark.parametrize("flags", [[], ["--hands-on"]])
-@pytest.mark.parametrize("program", [stock, stages, nccl])
-def test_what_is_kept_is_of_servers_that_join(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: Any, flags: list[str]
-) -> None:
-    """The commands beside the figures, without a flag more; sidecars that take part are asked for by name."""
-    programs = Programs()
-    monkeypatch.setattr(processes, "Programs", lambda *_: programs)
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["program", "--device=cpu", *flags])
-    with contextlib.suppress(Started):
-        program.main()
-    assert programs.sidecars
-    assert ["--no-hands-on" in each for each in programs.sidecars] == [not flags] * len(programs.sidecars)
 
 
 FILLED = """
