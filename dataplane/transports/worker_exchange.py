@@ -58,7 +58,7 @@ class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
     plan: str = ""
     schedule: str = ""
     """Of what it can be sent: a thread of its own is connected to the sidecar, and stays so."""
-    seat: str = ""
+    nccl_gpu_id: str = msgspec.field(default="", name="seat")
     """By which a group over NCCL knows its GPU."""
 
 
@@ -312,7 +312,7 @@ class Workers:
     @property
     def nccl_gpu_ids(self) -> tuple[str, ...]:
         """The workers' GPUs as an NCCL group knows them; empty for a worker without one."""
-        return tuple(worker.hello.seat for worker in self._workers)
+        return tuple(worker.hello.nccl_gpu_id for worker in self._workers)
 
     def ask_to_record(
         self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, LoadTrace], deadline: Deadline

@@ -117,7 +117,7 @@ class WorkerState:
             schedule=self._receive_thread.schedule
             if plan and self._receive_thread and self._receive_thread.alive
             else "",
-            seat=nccl_gpu_id_here(self._device_name),
+            nccl_gpu_id=nccl_gpu_id_here(self._device_name),
         )
 
     @property

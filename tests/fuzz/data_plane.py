@@ -142,7 +142,7 @@ def _targets() -> tuple[Target, ...]:
             lo.Welcome(epoch=3),
             lo.Refused(epoch=3, reason="no"),
             lo.BucketReady(index=0, generation=1, handle=b"h"),
-            lo.failed("no"),
+            lo.Failed(reason="no"),
         ),
         _messages(
             "local, receiver to sender",

@@ -21,6 +21,8 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
+import msgspec
+
 from ...errors import DataplaneError, TransferFailed
 from ...processes import Deadline, Frames, WireEnd, WireMessage
 from ..interface import Group as Group, Layout as Layout
@@ -46,7 +48,7 @@ class RankHello(WireMessage, frozen=True, tag="RankHello"):
     """The parts that it still has: `SentLetters.schedule`."""
     groups: tuple[str, ...] = ()
     """Groups that it still has."""
-    seat: str = ""
+    nccl_gpu_id: str = msgspec.field(default="", name="seat")
     """By which a group over NCCL knows its GPU."""
 
 
@@ -73,7 +75,7 @@ class Prepared(WireMessage, frozen=True, tag="Prepared"):
     schedules: tuple[str, ...]
     group: str = ""
     """The group that all of its workers still have."""
-    seats: tuple[str, ...] = ()
+    nccl_gpu_ids: tuple[str, ...] = msgspec.field(default=(), name="seats")
     """The GPU of each worker as an NCCL group knows it; empty for a worker without one."""
 
 

@@ -152,7 +152,7 @@ class RankSender:
             device = regions[0].device if regions else torch.device("cpu")
             hello = wire.RankHello(
                 channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(kept.parts),
-                groups=kept.standing.names, seat=nccl_gpu_id_here(device_name(device)),
+                groups=kept.standing.names, nccl_gpu_id=nccl_gpu_id_here(device_name(device)),
             )  # fmt: skip
             wire.RECEIVER.say(frames, hello, deadline)
             begin = self._begun(frames, session, device, deadline)

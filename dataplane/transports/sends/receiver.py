@@ -252,7 +252,7 @@ class SendsReceiver(PlanReceiver):
             plans=agreement.digests,
             schedules=schedules,
             group=self._forming or self._threads.group,
-            seats=self._gpu_ids,
+            nccl_gpu_ids=self._gpu_ids,
         )
         wire.RECEIVER.say(connection, prepared, deadline)
         begin = wire.RECEIVER.hear(connection, deadline, "the sender to begin")

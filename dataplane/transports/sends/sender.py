@@ -42,6 +42,19 @@ from ..sessions import SenderState
 from . import messages as wire
 from .plan_agreement import PlanAgreement
 
+FORM_S: Final = 15.0
+"""For a group whose members have all said that they are prepared."""
+KEEP_S: Final = 900.0
+"""Seconds for which an unused group is kept for the next version. It costs its members connections and buffers."""
+TURN_S: Final = 10.0
+"""For one chunk of a rank; a stalled rank is given up after it. Chunks shrink where a link does not carry them."""
+_SHRUNK: Final = 8
+"""To what part of itself a group may shrink before its messages are cut anew."""
+_UNHEARD_S: Final = 3 * wire.BEAT_S
+"""A member that was heard of so lately is not known to be stalled."""
+_LOOK_S: Final = 0.1
+"""How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
+
 
 class Formed(NamedTuple):
     """A group."""
@@ -107,28 +120,14 @@ class ConnectedPeer(PooledConnection):
         """Groups that it has from earlier rounds."""
         self.forming = False
         """It joins the group that forms early."""
-        self.seats: tuple[str, ...] = ()
-        """On which its ranks or workers are members of a group."""
+        self.gpu_ids: tuple[str, ...] = ()
+        """As NCCL knows the GPUs of its rank or workers; empty for one without."""
         self.through = self.finished = False
 
 
 def seen_by(rank: int, group: Group) -> Group:
     """The group, as its member of that rank is told of it."""
     return msgspec.structs.replace(group, rank=rank)
-
-
-FORM_S: Final = 15.0
-"""For a group whose members have all said that they are prepared."""
-KEEP_S: Final = 900.0
-"""Seconds for which an unused group is kept for the next version. It costs its members connections and buffers."""
-TURN_S: Final = 10.0
-"""For one chunk of a rank; a stalled rank is given up after it. Chunks shrink where a link does not carry them."""
-_SHRUNK: Final = 8
-"""To what part of itself a group may shrink before its messages are cut anew."""
-_UNHEARD_S: Final = 3 * wire.BEAT_S
-"""A member that was heard of so lately is not known to be stalled."""
-_LOOK_S: Final = 0.1
-"""How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 
 
 class SendsSender(SenderState):
@@ -342,7 +341,7 @@ class SendsSender(SenderState):
             return pool.drop(stranger, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
         pool.add(end, frames)
         if isinstance(hello, wire.RankHello):
-            end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
+            end.known, end.groups, end.gpu_ids = frozenset(hello.known), frozenset(hello.groups), (hello.nccl_gpu_id,)
         else:
             invited = wire.Invited(
                 epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
@@ -383,7 +382,7 @@ class SendsSender(SenderState):
                 self._let_form()
             case wire.Prepared() as prepared if end.workers and not self._began:
                 self._plans.check(prepared, end.workers, *self._cut)
-                end.prepared, end.groups, end.seats = prepared, frozenset({prepared.group}), prepared.seats
+                end.prepared, end.groups, end.gpu_ids = prepared, frozenset({prepared.group}), prepared.nccl_gpu_ids
             case wire.BarrierReached() if self._began:
                 end.through = True
             case wire.Finished() if end.through:
@@ -406,8 +405,8 @@ class SendsSender(SenderState):
 
     def _leave_out_gpu_conflicts(self) -> None:
         """NCCL would end the group for all. Where it was known before, the coordinator let them take turns."""
-        ranks = {rank: end.seats[0] for rank, end in self._ranks.items() if end.seats}
-        engines = {name: self._engines[name].seats for name in sorted(self._engines)}
+        ranks = {rank: end.gpu_ids[0] for rank, end in self._ranks.items() if end.gpu_ids}
+        engines = {name: self._engines[name].gpu_ids for name in sorted(self._engines)}
         for name, found in crowded(ranks, engines).items():
             if found.spared:  # no others are: when the group has begun, bytes are under way to all
                 self.spared |= {name}
@@ -591,21 +590,21 @@ class GpuConflict(NamedTuple):
 def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) -> dict[str, GpuConflict]:
     """The engines whose GPUs are taken, by the trainer's ranks or by engines before them.
 
-    `ranks` and `engines` say which seat each rank and worker has (cuda_memory.py); empty for one without. Raises
+    `ranks` and `engines` say which GPU each rank and worker has (cuda_memory.py); empty for one without. Raises
     `TransferFailed` where two ranks have the same one.
     """
     holders: dict[str, str] = {}
-    for rank, seat in ranks.items():
-        if seat in holders:
-            raise TransferFailed(f"{holders[seat]} and rank {rank} {_on(seat, _OF_RANKS)}")
-        holders |= {seat: f"rank {rank} of the trainer"} if seat else {}
+    for rank, gpu in ranks.items():
+        if gpu in holders:
+            raise TransferFailed(f"{holders[gpu]} and rank {rank} {_on(gpu, _OF_RANKS)}")
+        holders |= {gpu: f"rank {rank} of the trainer"} if gpu else {}
     of_ranks = frozenset(holders)
     found: dict[str, GpuConflict] = {}
     for name, told in engines.items():
-        seats = [seat for seat in told if seat]
-        taken = next((seat for at, seat in enumerate(seats) if seat in holders or seat in seats[:at]), "")
+        gpus = [gpu for gpu in told if gpu]
+        taken = next((gpu for at, gpu in enumerate(gpus) if gpu in holders or gpu in gpus[:at]), "")
         if not taken:
-            holders |= dict.fromkeys(seats, f"a worker of {name}")
+            holders |= dict.fromkeys(gpus, f"a worker of {name}")
             continue
         other = holders.get(taken, "another of its workers")
         spared = taken in holders and taken not in of_ranks
