@@ -117,13 +117,15 @@ class Assembler:
         self._pinned: PinnedStaging | None = None
         self._uploads: Uploads | None = None
         """Uploads this rank's contributions as they lie; None before the first pass, or if nothing is uploaded."""
+        self._elsewhere: set[int] = set()
+        """Storages that are not where the buckets are: on a GPU and in host memory, or the reverse."""
         self._places: list[int] = []
         """Addresses of all storages at that time: each may be moved, to another device too."""
 
     @torch.no_grad()
     def run(self, index: int, out: torch.Tensor | None, device: torch.device) -> None:
         """Take part in bucket `index`; `out` is given on its root. `device` is where buckets are, on every rank."""
-        if index == 0:
+        if index == 0 or not self._places:
             self._begin_pass(device)
         bucket = self._buckets[index]
         if out is not None:
@@ -141,19 +143,18 @@ class Assembler:
         if places == self._places:
             return
         self._places, self._uploads = places, None
+        every = enumerate(self._storages)
+        self._elsewhere = {number for number, each in every if self._memory_access.is_elsewhere(each, device)}
         far = self._memory_access.to_upload(self._storages, device)
         if far:
             mine = (bucket.get(self._rank) for bucket in self._buckets)
-            wanted = [self._upload_spans(each, far, device) if each else None for each in mine]
+            wanted = [self._upload_spans(each, far) if each else None for each in mine]
             self._uploads = Uploads(wanted, self._storages, device, self._memory_access)
 
-    def _upload_spans(
-        self, contribution: GatherContribution, far: dict[int, int], device: torch.device
-    ) -> UploadSpans | None:
+    def _upload_spans(self, contribution: GatherContribution, far: dict[int, int]) -> UploadSpans | None:
         """Spans to upload; None if there are none, or if some of the contribution has to be packed on the host."""
         storages = {place.storage for place in _placements(contribution.messages)}
-        hidden = any(self._memory_access.is_elsewhere(self._storages[each], device) for each in storages - far.keys())
-        if hidden or not storages & far.keys():
+        if not storages & far.keys() or (storages - far.keys()) & self._elsewhere:
             return None
         return upload_spans_of(_placements(contribution.messages), far)
 
@@ -171,7 +172,7 @@ class Assembler:
 
     def _send_contribution(self, index: int, device: torch.device) -> None:
         contribution = self._buckets[index][self._rank]
-        on_other_device = self._on_other_device(contribution, device)
+        on_other_device = self._on_other_device(contribution)
         packed = [message for message in contribution.messages if message.staged or on_other_device]
         memory = self._memory(index, device, on_other_device=on_other_device)
         near = self._uploaded_views(index)
@@ -230,7 +231,7 @@ class Assembler:
                 copies.add(_in_bucket(out, place), near(place), place.shift)
             copies.run()
             return self._uploads.used(index)
-        if out.device.type != "cuda" or not self._on_other_device(contribution, out.device):
+        if out.device.type != "cuda" or not self._on_other_device(contribution):
             for place in _placements(contribution.messages):
                 copies.add(_in_bucket(out, place), self._source(place), place.shift)
         else:
@@ -264,12 +265,9 @@ class Assembler:
         storage = self._storages[place.storage]
         return storage.as_strided(place.shape, place.strides, storage.storage_offset() + place.offset)
 
-    def _on_other_device(self, contribution: GatherContribution, device: torch.device) -> bool:
-        """True if some parameters are not where the buckets are: on a GPU and in host memory, or the reverse."""
-        return any(
-            self._memory_access.is_elsewhere(self._storages[place.storage], device)
-            for place in _placements(contribution.messages)
-        )
+    def _on_other_device(self, contribution: GatherContribution) -> bool:
+        """True if some parameters are not where the buckets are."""
+        return any(place.storage in self._elsewhere for place in _placements(contribution.messages))
 
     def _memory(self, index: int, device: torch.device, *, on_other_device: bool) -> torch.Tensor:
         """Memory for the messages of bucket `index`; allocated for the largest bucket of a pass."""
