@@ -185,7 +185,7 @@ class EngineMachine:
 
     def _learn(self, event: w.WeightEvent, now: float) -> tuple[Remember, ...]:
         """Tell `Weights` a fact; returns what must be durable because of it."""
-        return tuple(self._remember() for _ in self.weights.handle(event, now))
+        return (self._remember(),) if self.weights.handle(event, now) else ()
 
     # -- commands ------------------------------------------------------------------------------------------------------
 

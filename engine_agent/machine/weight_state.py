@@ -1,7 +1,7 @@
 """The weights of one server, as a pure machine: which version they are, how far from it, and whether they may be used.
 
-`handle(event, now)` takes a fact about the server and returns what has to be durable before anything that depends on
-it. `TABLE` has the next state for every event and state; an event that it lacks raises and changes nothing.
+`handle(event, now)` takes a fact about the server and returns whether the state has to be durable before anything that
+depends on it. `TABLE` has the next state for every event and state; an event that it lacks raises and changes nothing.
 control/protocol/PROTOCOL.md draws it.
 
 Two rules are behind it: a server generates in `CLEAN` and `SERVING` and in no other state, and the record on disk is
@@ -148,13 +148,6 @@ MOVES: Final[Mapping[WeightState, frozenset[WeightState]]] = {
 """Moves without the events, for the diagram."""
 
 
-class Keep(msgspec.Struct, frozen=True):
-    """Make this durable before anything that follows."""
-
-    health: EngineHealth
-    held: HeldVersion | None
-
-
 class Weights:
     """The machine of one server's weights."""
 
@@ -181,8 +174,11 @@ class Weights:
         """The version that the state refers to; null: none, or the weights of the launch."""
         return self.held.version if self.held else self.taking
 
-    def handle(self, event: WeightEvent, now: float) -> tuple[Keep, ...]:
-        """Take `event`, which happened at `now`. Raises `IllegalMove` on an event that the state does not allow."""
+    def handle(self, event: WeightEvent, now: float) -> bool:
+        """Take `event`, which happened at `now`; returns whether the state must be durable before its effects.
+
+        Raises `IllegalMove` on an event that the state does not allow.
+        """
         if isinstance(event, ServerRecognized | ServerLaunched):
             return self._begin(event, now)
         before = (self.state, self.held)
@@ -206,7 +202,7 @@ class Weights:
                 assert_never(event)
         ordered = isinstance(event, ServerResumed) and event.ordered
         changed = (self.health, self.held) != (HEALTH[before[0]], before[1])
-        return (Keep(self.health, self.held),) if ordered or changed or isinstance(event, VersionCommitted) else ()
+        return ordered or changed or isinstance(event, VersionCommitted)
 
     def check(self) -> None:
         """Raise `InvariantBroken` when fields contradict each other."""
@@ -227,7 +223,7 @@ class Weights:
         }
         return tuple(what for what, wrong in found.items() if wrong)
 
-    def _begin(self, event: ServerRecognized | ServerLaunched, now: float) -> tuple[Keep, ...]:
+    def _begin(self, event: ServerRecognized | ServerLaunched, now: float) -> bool:
         """A process generation that was not known before. Facts from its record need not be written again."""
         self.paused, self.taking, self.held = None, None, None
         if isinstance(event, ServerLaunched):
@@ -236,7 +232,7 @@ class Weights:
             self.state = _AS_RECORDED[event.health, event.held is not None]
             self.held = None if self.state is WeightState.DIRTY else event.held
         self._trace.append(f"{now:.3f} weights begin anew: {self}")
-        return (Keep(self.health, None),) if event == ServerLaunched(fresh=False) else ()
+        return event == ServerLaunched(fresh=False)
 
     def _go(self, event: WeightEvent, now: float) -> None:
         choice = TABLE[type(event)].get(self.state, ())
