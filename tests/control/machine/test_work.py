@@ -107,6 +107,9 @@ def price_of_heartbeats(engines: int) -> float:
 
 @pytest.mark.parametrize("price", [price_of_a_round, price_of_heartbeats])
 def test_what_an_engine_says_costs_the_same_in_any_fleet(price: Any) -> None:
-    """Eight times the engines make eight times the answers, and no answer dearer: a round is not quadratic in them."""
+    """Eight times the engines make eight times the answers, none dearer: a round is not quadratic in them (F23).
+
+    What an answer really costs is `make bench-control`.
+    """
     small, large = price(SMALL), price(LARGE)
     assert large < GROWTH * small, f"{small:.0f} instructions with {SMALL} engines, {large:.0f} with {LARGE}"
