@@ -49,9 +49,8 @@ from .background_publisher import (
     SnapshotClaim,
     engines_behind,
 )
-from .bucket_staging import BucketStaging, Stopwatch, VersionLayout
+from .bucket_staging import BucketStaging, InPlaceExport, Stopwatch, VersionLayout
 from .driver import Progress, PublicationDriver, PublicationSigner, PublisherContext, log_publication_end
-from .in_place_export import InPlaceExport
 from .rank_commands import AssembleBucket, CommandedRanks, ExportMemory, Finish, KeepWaiting, SnapshotTaken
 
 _log = get_log(__name__)
