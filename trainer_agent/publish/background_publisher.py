@@ -455,10 +455,14 @@ class SnapshotBuffer:
 
     def take(self, assemble: Callable[[int, torch.Tensor], None]) -> None:
         """Assemble every bucket into the buffer, one after another. On a GPU this only enqueues work."""
+        on_gpu, on_device = self._device.type == "cuda", self._memory is SnapshotMemory.DEVICE
+        direct, sizes = not on_gpu or on_device, [bucket.nbytes for bucket in self._manifest.buckets]
         if not self._buckets:
-            self._buckets = [self._empty(bucket.nbytes) for bucket in self._manifest.buckets]
-        direct = self._device.type != "cuda" or self._memory is SnapshotMemory.DEVICE
-        scratch = [] if direct else self._scratch()
+            where = self._device if on_device else None
+            self._buckets = [
+                torch.empty(size, dtype=torch.uint8, device=where, pin_memory=not direct) for size in sizes
+            ]
+        scratch = [] if direct else [torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in sizes[:2]]
         for index, kept in enumerate(self._buckets):
             if direct:
                 assemble(index, kept)
@@ -466,7 +470,7 @@ class SnapshotBuffer:
             staged = scratch[index % len(scratch)][: kept.numel()]
             assemble(index, staged)
             kept.copy_(staged, non_blocking=True)
-        if self._device.type == "cuda":
+        if on_gpu:
             self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._taken.record()
 
@@ -483,17 +487,6 @@ class SnapshotBuffer:
     def close(self) -> None:
         """Free the memory."""
         self._buckets = []
-
-    def _empty(self, nbytes: int) -> torch.Tensor:
-        if self._memory is SnapshotMemory.DEVICE:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-
-    def _scratch(self) -> list[torch.Tensor]:
-        count = min(2, len(self._manifest.buckets))
-        return [
-            torch.empty(self._manifest.largest_bucket, dtype=torch.uint8, device=self._device) for _ in range(count)
-        ]
 
 
 class SnapshotSource:

@@ -282,7 +282,7 @@ class QuantizedAssembly:
 class ResidentQuantization(QuantizedAssembly):
     """All that one rank quantizes, in an arena that stays where it is, so that engines can read it.
 
-    Engines may read a part of the arena once its ready flag shows the number of the round (quantized_assembly.py). A
+    Engines may read a part of the arena once its ready flag shows the number of the round (`ReadyFlags`). A
     publication ends before the next one is prepared.
     """
 

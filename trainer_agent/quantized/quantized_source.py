@@ -113,7 +113,7 @@ class QuantizedSource:
     def assemble(
         self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
     ) -> None:
-        """Pack bucket `index` of quantized tensors into `out` on its root. Collective; see `Staged.assemble`."""
+        """Pack bucket `index` of quantized tensors into `out` on its root. Collective; see `PipelineSource.assemble`."""
         if (out is not None) != self._is_root(index, roots):
             raise ValueError("the root of a bucket, and only its root, gives a buffer")
         self._planned.of(manifest, roots, self._assembly).run(index, out)
@@ -140,7 +140,7 @@ class QuantizedSource:
 
 
 class ReadableQuantizedSource(QuantizedSource):
-    """A quantized source with memory that engines can read. Satisfies `Exportable` and its extensions, too.
+    """A quantized source with memory that engines can read. Satisfies `PreparingSource`, too.
 
     Costs every rank the bytes of its quantized weights, from the first export on.
     """
@@ -187,7 +187,7 @@ class ReadableQuantizedSource(QuantizedSource):
         return self._resident.memory
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
-        """Shards of `local_shards` whose checksums are accumulated; see `SummingSource`."""
+        """Shards of `local_shards` whose checksums are accumulated; see `PreparingSource`."""
         resident = self._resident
         number = {spec.name: index for index, spec in enumerate(tensors)}
         of = np.array([number[name] for name in resident.sums_of], np.int64)
@@ -198,7 +198,7 @@ class ReadableQuantizedSource(QuantizedSource):
         return self._resident.sums()
 
     def ready_parts(self) -> ArenaParts | None:
-        """Parts of `memory` with ready flags; see `FlaggingSource`."""
+        """Parts of `memory` with ready flags; see `PreparingSource`."""
         return self._resident.parts
 
     def ready_round(self) -> int:
