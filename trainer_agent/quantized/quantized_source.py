@@ -113,7 +113,7 @@ class QuantizedSource:
     def assemble(
         self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
     ) -> None:
-        """Pack bucket `index` of quantized tensors into `out` on its root. Collective; see `PipelineSource.assemble`."""
+        """Pack bucket `index` of quantized tensors into `out` on its root. Collective; see `PipelineSource`."""
         if (out is not None) != self._is_root(index, roots):
             raise ValueError("the root of a bucket, and only its root, gives a buffer")
         self._planned.of(manifest, roots, self._assembly).run(index, out)
