@@ -185,11 +185,6 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-coordinator = CoordinatorCommand()
-status = StatusCommand()
-version = VersionCommand()
-
-
 _FOLLOWS = (
     "A channel of that name begins anew: nothing is committed in it, and its epochs begin at a number that each start"
     " draws. Where keys are used, every engine that served it refuses what is published there, until its server is"
@@ -262,4 +257,7 @@ def _of_store(given: ForgetChannelSettings, opened: ExitStack) -> EtcdJournal:
     return EtcdJournal(etcd, url.prefix, found)
 
 
+coordinator = CoordinatorCommand()
+status = StatusCommand()
+version = VersionCommand()
 forget_channel = ForgetChannelCommand()

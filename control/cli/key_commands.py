@@ -192,10 +192,6 @@ def _show(agents: Mapping[AgentId, AllowListEntry]) -> None:
     Console(highlight=False, soft_wrap=True).print(table)
 
 
-keygen = KeygenCommand()
-trust = TrustCommand()
-
-
 class AgentKeys(msgspec.Struct, frozen=True):
     """One agent whose keys are made, with the role and channels that it is trusted with."""
 
@@ -222,3 +218,7 @@ def allow_list_entry(folder: Path, member: AgentKeys) -> AllowListEntry:
         "signing_key": read_signing_key(folder / AGENT_KEYS_FOLDER / f"{member.name}.pub"),
     }
     return msgspec.convert(fields, AllowListEntry)
+
+
+keygen = KeygenCommand()
+trust = TrustCommand()

@@ -150,9 +150,6 @@ def _size(count: int | None) -> str:
     return f"{count} B" if not unit else f"{value:.3g} {_UNITS[unit]}"
 
 
-plan = PlanCommand()
-
-
 _DEVICES: Final = ("cpu", "cuda")
 _WHAT: Final = "this does not describe a trainer and its engines"
 
@@ -245,3 +242,6 @@ def _place_problems(places: Sequence[ProcessLocation], most: int, said: str) -> 
         yield f"places names a rank twice: {', '.join(map(str, ranks))}"
     elif most > 0 and (beyond := [rank for rank in ranks if rank >= most]):
         yield f"places names rank {beyond[0]}, and {said}: ranks are counted from 0"
+
+
+plan = PlanCommand()

@@ -75,13 +75,8 @@ from .states import (
 )
 
 ChannelRecord = EpochTaken | EpochRaised | Committed | RoundClosed
-
-
 ChannelEffect = SendToAgents | LateGrant | ChannelRecord | AnyObservation
-
-
 CHANNEL_RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
-
 
 MAX_ROUND_REPLIES: Final = 32
 """Replies kept for finished rounds, per channel, in memory and in the journal: a trainer asks about its last round.
@@ -132,32 +127,31 @@ class RoundReplies:
             self._by_request.pop(next(iter(self._by_request)))
 
 
+def _report(
+    channel: ChannelId,
+    epoch: Epoch,
+    version: Version,
+    outcome: Outcome,
+    reason: str,
+    *,
+    engines: tuple[EngineReport, ...] = (),
+) -> RoundDone:
+    seconds = {"total": 0.0}
+    return RoundDone(
+        channel=channel, epoch=epoch, version=version, outcome=outcome, reason=reason, engines=engines, seconds=seconds
+    )
+
+
 def already_committed(message: Publish, epoch: Epoch, holders: Sequence[AgentId]) -> RoundDone:
     """The report for a version that was committed earlier, at `epoch`, and that `holders` hold now."""
-    return RoundDone(
-        channel=message.channel,
-        epoch=message.epoch,
-        version=message.version,
-        outcome=Outcome.COMMITTED,
-        reason=f"was committed already, at epoch {epoch}",
-        engines=tuple(
-            EngineReport(engine=name, outcome=Outcome.COMMITTED, version=message.version) for name in holders
-        ),
-        seconds={"total": 0.0},
-    )
+    reason, outcome = f"was committed already, at epoch {epoch}", Outcome.COMMITTED
+    engines = tuple(EngineReport(engine=name, outcome=outcome, version=message.version) for name in holders)
+    return _report(message.channel, message.epoch, message.version, outcome, reason, engines=engines)
 
 
 def never_begun(version: Version, message: Abandon) -> RoundDone:
     """The report for a lease that was abandoned before `Publish`."""
-    return RoundDone(
-        channel=message.channel,
-        epoch=message.epoch,
-        version=version,
-        outcome=Outcome.ABORTED,
-        reason=message.reason,
-        engines=(),
-        seconds={"total": 0.0},
-    )
+    return _report(message.channel, message.epoch, version, Outcome.ABORTED, message.reason)
 
 
 class PastVersion(msgspec.Struct, frozen=True):
@@ -190,15 +184,7 @@ def round_reply_of(record: Committed | RoundClosed) -> RoundReply:
     """The reply to the `Publish` of `record` once that is durable, until a later record replaces it."""
     if isinstance(record, RoundClosed):
         return RoundReply(record.done, record.question)
-    done = RoundDone(
-        channel=record.channel,
-        epoch=record.announced,
-        version=record.version,
-        outcome=Outcome.COMMITTED,
-        reason=_NOT_CLOSED,
-        engines=(),
-        seconds={"total": 0.0},
-    )
+    done = _report(record.channel, record.announced, record.version, Outcome.COMMITTED, _NOT_CLOSED)
     return RoundReply(done, record.question, closed=False)
 
 
@@ -662,10 +648,10 @@ class Channel:
         writing = any(isinstance(each, CHANNEL_RECORDS) for each in self._effects)  # the round decides after that write
         record = round_.decide(Epoch(self.epoch + 1), now) if round_ and not writing else None
         if round_:
-            self._registry.recheck_many(round_.participants.take_phase_changes())
+            self._registry.recheck(*round_.participants.take_phase_changes())
         before, self._judged_against = self._judged_against, (round_, allowed)
         if (before[0] is not None and before[0] is not round_) or before[1] is not allowed:
-            self._registry.recheck_all()  # not when a round begins: that alone changes no engine's readiness
+            self._registry.recheck(*self.engines)  # not when a round begins: that alone changes no engine's readiness
         participants: Mapping[AgentId, Participant] = round_.participants.by_name if round_ else {}
         self._effects += self._registry.readiness_changes(participants, allowed, self.versions_allowed_while_waiting)
         due = self._pending_commands.due(now)

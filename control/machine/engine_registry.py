@@ -41,6 +41,7 @@ from .membership import Agent
 from .participants import FleetAtStart, Participant, PendingCommands
 from .states import FINISHED, GENERATING, YES, Decision, EnginePhase, Limits, Route, Routing, TransferEnds
 
+_PREPARED: Final = EnginePhase.PREPARED
 _SERVING: Final = EnginePhase.SERVING
 _LEFT: Final = EnginePhase.LEFT
 _CLEAN: Final = EngineHealth.CLEAN
@@ -217,9 +218,6 @@ def readiness(engine: EngineRecord, phase: EnginePhase | None, window: AllowedVe
     return YES
 
 
-_PREPARED: Final = EnginePhase.PREPARED
-
-
 class EngineRegistry:
     """The engines of a channel. Their commands go to `pending_commands`."""
 
@@ -391,17 +389,9 @@ class EngineRegistry:
             engine.reason = reason
             self.recheck(name)
 
-    def recheck(self, name: AgentId) -> None:
-        """Compute the readiness of this engine again at the next `readiness_changes`."""
-        self._to_recheck[name] = None
-
-    def recheck_many(self, names: Iterable[AgentId]) -> None:
-        """`recheck` for several engines."""
+    def recheck(self, *names: AgentId) -> None:
+        """Compute the readiness of these engines again at the next `readiness_changes`."""
         self._to_recheck.update(dict.fromkeys(names))
-
-    def recheck_all(self) -> None:
-        """`recheck` for every engine."""
-        self._to_recheck.update(dict.fromkeys(self.engines))
 
     def readiness_changes(
         self, participants: Mapping[AgentId, Participant], allowed: AllowedVersions, waiting: AllowedVersions

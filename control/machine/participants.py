@@ -468,9 +468,7 @@ class Participants:
     def unsent(self, participant: Participant, reason: str, now: float) -> None:
         """A command cannot be encoded for the wire: exclude the engine; quarantine it if that was its last command."""
         if participant.phase in (_RESUMING, EnginePhase.LEAVING):
-            self._note_failure(participant, reason)
-            self._move(participant, EnginePhase.QUARANTINED)
-            self._pending_commands.drop(participant.name)
+            self._quarantine(participant, reason)
         else:
             self.leave(participant, reason, now)
 
@@ -551,9 +549,7 @@ class Participants:
         if participant.phase in FINISHED:
             return
         if participant.phase is EnginePhase.RESUMING:
-            self._note_failure(participant, reason)
-            self._move(participant, EnginePhase.QUARANTINED)
-            self._pending_commands.drop(participant.name)
+            self._quarantine(participant, reason)
         elif participant.phase is EnginePhase.LEAVING:
             if message.health is EngineHealth.CLEAN and message.step is not Step.RESUME:
                 return  # crossed with the Abort, which the engine has yet to answer
@@ -572,6 +568,11 @@ class Participants:
     def _break(self, participant: Participant, reason: str) -> None:
         self._note_failure(participant, reason)
         self._move(participant, EnginePhase.BROKEN)
+        self._pending_commands.drop(participant.name)
+
+    def _quarantine(self, participant: Participant, reason: str) -> None:
+        self._note_failure(participant, reason)
+        self._move(participant, EnginePhase.QUARANTINED)
         self._pending_commands.drop(participant.name)
 
     def _move(self, participant: Participant, phase: EnginePhase) -> None:

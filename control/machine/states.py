@@ -156,6 +156,8 @@ ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
 
 FINISHED: Final = frozenset({_E.SERVING, _E.LEFT, _E.QUARANTINED, _E.LOST})
 """Final phases: the round does not wait for an engine in one of them."""
+GENERATING: Final = frozenset({None, _E.PREPARING, _E.PREPARED, _E.SERVING, _E.LEFT})
+"""Phases of an engine that generates; None stands for an engine outside of a round."""
 
 _State = TypeVar("_State", bound=enum.StrEnum)
 
@@ -179,9 +181,6 @@ def diagram(table: Mapping[_State, frozenset[_State]]) -> str:
     for source, targets in table.items():
         lines.extend(f"    {source.name} --> {target.name}" for target in type(source) if target in targets)
     return "\n".join(lines)
-
-
-GENERATING: Final = frozenset({None, _E.PREPARING, _E.PREPARED, _E.SERVING, _E.LEFT})
 
 
 WATCHDOG_S: Final = 8.0
@@ -287,6 +286,12 @@ Routing = Callable[[Mapping[AgentId, TransferEnds]], Mapping[AgentId, Route]]
 """A policy: returns a route for every engine of a fleet that is served together, given in order of preference."""
 
 
+_LEFT_OUT: Final = Route(
+    None,
+    "the digest table is deferred in this round, which its agent has not said to support: it takes a later version",
+)
+
+
 def may_defer_digests(routes: Iterable[Route]) -> bool:
     """Whether a live version's digest table may be deferred: every routed engine uses `direct` and can handle it."""
     routed = [each for each in routes if each.transport]
@@ -303,16 +308,8 @@ def open_routes(routes: Mapping[AgentId, Route]) -> Mapping[AgentId, Route]:
     }
 
 
-_LEFT_OUT: Final = Route(
-    None,
-    "the digest table is deferred in this round, which its agent has not said to support: it takes a later version",
-)
-
-
 KeyedRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 """Requests whose reply is remembered."""
-
-
 _ENCODE: Final = msgspec.msgpack.Encoder()
 
 
