@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import product
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
@@ -113,10 +114,9 @@ def _route(chosen: TransportKind | None, ends: TransferEnds, objections: Mapping
 
 def objection(kind: TransportKind, ends: TransferEnds) -> Objection | None:
     """Why `kind` cannot serve the engine; None if no reason is known."""
-    for rule in _RULES.get(kind) or (_engine_offers(kind),):
-        if found := rule(ends):
-            return found
-    return None
+    if found := _engine_offers(ends, kind):
+        return found
+    return next(filter(None, (rule(ends) for rule in _RULES.get(kind, ()))), None)
 
 
 def _objections_before(
@@ -142,18 +142,13 @@ def _not_offered(kind: TransportKind, ends: TransferEnds) -> Objection:
 
 # -- objections --------------------------------------------------------------------------------------------------------
 
-_Rule = Callable[[TransferEnds], Objection | None]
 
-
-def _engine_offers(kind: TransportKind) -> _Rule:
-    def rule(ends: TransferEnds) -> Objection | None:
-        told = ends.from_engine.lacking.get(kind) if ends.from_engine else None
-        if kind in ends.engine.transports and told is None:
-            return None
-        untold = "the engine agent does not offer it, and its log says why"
-        return Objection(told.found, told.needed) if told else Objection(untold)
-
-    return rule
+def _engine_offers(ends: TransferEnds, kind: TransportKind) -> Objection | None:
+    told = ends.from_engine.lacking.get(kind) if ends.from_engine else None
+    if kind in ends.engine.transports and told is None:
+        return None
+    untold = "the engine agent does not offer it, and its log says why"
+    return Objection(told.found, told.needed) if told else Objection(untold)
 
 
 def _one_replica(ends: TransferEnds) -> Objection | None:
@@ -161,12 +156,9 @@ def _one_replica(ends: TransferEnds) -> Objection | None:
     return Objection(f"dp={dp}: only disk reaches every replica", "serve each replica by itself") if dp > 1 else None
 
 
-def _one_stage(reason: str) -> _Rule:
-    def rule(ends: TransferEnds) -> Objection | None:
-        pp = ends.engine.pp
-        return Objection(f"pp={pp}: {reason}", "serve without pipeline stages (--pp-size 1)") if pp > 1 else None
-
-    return rule
+def _one_stage(ends: TransferEnds, reason: str) -> Objection | None:
+    pp = ends.engine.pp
+    return Objection(f"pp={pp}: {reason}", "serve without pipeline stages (--pp-size 1)") if pp > 1 else None
 
 
 def _not_a_snapshot(ends: TransferEnds) -> Objection | None:
@@ -200,28 +192,21 @@ def _opens_device_memory(ends: TransferEnds) -> Objection | None:
     return Objection("an engine without a GPU cannot open the trainer's device memory")
 
 
-def _one_device_kind(reason: str) -> _Rule:
-    def rule(ends: TransferEnds) -> Objection | None:
-        if ends.trainer.device == ends.engine.device:
-            return None
-        return Objection(f"trainer on {ends.trainer.device}, engine on {ends.engine.device}: {reason}")
-
-    return rule
-
-
-def _reads(*, all_ranks: bool) -> _Rule:
-    """Every worker's GPU can read the memory of rank 0's GPU, or of all ranks' GPUs."""
-
-    def rule(ends: TransferEnds) -> Objection | None:
-        if ends.engine.device != "cuda":
-            return None
-        for worker, rank in product(_of(ends.from_engine).places, _sources(ends, all_ranks=all_ranks)):
-            found = _reaches(worker, rank)
-            if isinstance(found, Objection):
-                return found
+def _one_device_kind(ends: TransferEnds, reason: str) -> Objection | None:
+    if ends.trainer.device == ends.engine.device:
         return None
+    return Objection(f"trainer on {ends.trainer.device}, engine on {ends.engine.device}: {reason}")
 
-    return rule
+
+def _reads(ends: TransferEnds, *, all_ranks: bool) -> Objection | None:
+    """Every worker's GPU can read the memory of rank 0's GPU, or of all ranks' GPUs."""
+    if ends.engine.device != "cuda":
+        return None
+    for worker, rank in product(_of(ends.from_engine).places, _sources(ends, all_ranks=all_ranks)):
+        found = _reaches(worker, rank)
+        if isinstance(found, Objection):
+            return found
+    return None
 
 
 def _reaches(worker: ProcessLocation, rank: ProcessLocation) -> PeerAccess | Objection | None:
@@ -243,38 +228,34 @@ def _reaches(worker: ProcessLocation, rank: ProcessLocation) -> PeerAccess | Obj
     return told
 
 
-def _no_shared_gpu(*, all_ranks: bool) -> _Rule:
+def _no_shared_gpu(ends: TransferEnds, *, all_ranks: bool) -> Objection | None:
     """An NCCL communicator takes no two ranks on one GPU."""
-
-    def rule(ends: TransferEnds) -> Objection | None:
-        workers: dict[str, int] = {}
-        for worker in _of(ends.from_engine).places:
-            if _gpu_of(worker) in workers:
-                return Objection(
-                    f"workers {workers[_gpu_of(worker)]} and {worker.rank} are on one GPU, and NCCL takes no two ranks"
-                    " on one",
-                    "serve with a GPU for each worker",
-                )
-            if worker.device != "cpu":
-                workers[_gpu_of(worker)] = worker.rank
-        ranks: dict[str, int] = {}
-        for rank in _sources(ends, all_ranks=all_ranks):
-            if _gpu_of(rank) in workers:
-                return Objection(
-                    f"worker {workers[_gpu_of(rank)]} and rank {rank.rank} of the trainer are on one GPU, and NCCL"
-                    " takes no two ranks on one",
-                    "serve on GPUs of its own",
-                )
-            if _gpu_of(rank) in ranks and rank.device != "cpu":
-                return Objection(
-                    f"ranks {ranks[_gpu_of(rank)]} and {rank.rank} of the trainer are on one GPU, and NCCL takes no two"
-                    " ranks on one",
-                    "train on a GPU for each rank",
-                )
-            ranks[_gpu_of(rank)] = rank.rank
-        return None
-
-    return rule
+    workers: dict[str, int] = {}
+    for worker in _of(ends.from_engine).places:
+        if _gpu_of(worker) in workers:
+            return Objection(
+                f"workers {workers[_gpu_of(worker)]} and {worker.rank} are on one GPU, and NCCL takes no two ranks"
+                " on one",
+                "serve with a GPU for each worker",
+            )
+        if worker.device != "cpu":
+            workers[_gpu_of(worker)] = worker.rank
+    ranks: dict[str, int] = {}
+    for rank in _sources(ends, all_ranks=all_ranks):
+        if _gpu_of(rank) in workers:
+            return Objection(
+                f"worker {workers[_gpu_of(rank)]} and rank {rank.rank} of the trainer are on one GPU, and NCCL"
+                " takes no two ranks on one",
+                "serve on GPUs of its own",
+            )
+        if _gpu_of(rank) in ranks and rank.device != "cpu":
+            return Objection(
+                f"ranks {ranks[_gpu_of(rank)]} and {rank.rank} of the trainer are on one GPU, and NCCL takes no two"
+                " ranks on one",
+                "train on a GPU for each rank",
+            )
+        ranks[_gpu_of(rank)] = rank.rank
+    return None
 
 
 def _address_leads_here(ends: TransferEnds) -> Objection | None:
@@ -291,42 +272,37 @@ def _address_leads_here(ends: TransferEnds) -> Objection | None:
     )
 
 
-_RULES: Final[Mapping[TransportKind, tuple[_Rule, ...]]] = {
+_RULES: Final[Mapping[TransportKind, tuple[Callable[[TransferEnds], Objection | None], ...]]] = {
     TransportKind.DIRECT: (
-        _engine_offers(TransportKind.DIRECT),
         _not_a_snapshot,
         _one_replica,
-        _one_stage("plans are made for servers without pipeline stages"),
+        partial(_one_stage, reason="plans are made for servers without pipeline stages"),
         _one_host,
         _all_ranks_here,
-        _one_device_kind("no worker reads the other's memory"),
-        _reads(all_ranks=True),
+        partial(_one_device_kind, reason="no worker reads the other's memory"),
+        partial(_reads, all_ranks=True),
     ),
     TransportKind.SENDS: (
-        _engine_offers(TransportKind.SENDS),
         _not_a_snapshot,
         _one_replica,
-        _one_stage("plans are made for servers without pipeline stages"),
-        _one_device_kind("no common collective backend"),
-        _no_shared_gpu(all_ranks=True),
+        partial(_one_stage, reason="plans are made for servers without pipeline stages"),
+        partial(_one_device_kind, reason="no common collective backend"),
+        partial(_no_shared_gpu, all_ranks=True),
         _address_leads_here,
     ),
     TransportKind.LOCAL: (
-        _engine_offers(TransportKind.LOCAL),
         _one_replica,
         _one_host,
         _opens_device_memory,
-        _reads(all_ranks=False),
+        partial(_reads, all_ranks=False),
     ),
     TransportKind.DISTRIBUTED: (
-        _engine_offers(TransportKind.DISTRIBUTED),
         _one_replica,
-        _one_stage("SGLang joins a group only without pipeline stages"),
-        _one_device_kind("no common collective backend"),
-        _no_shared_gpu(all_ranks=False),
+        partial(_one_stage, reason="SGLang joins a group only without pipeline stages"),
+        partial(_one_device_kind, reason="no common collective backend"),
+        partial(_no_shared_gpu, all_ranks=False),
         _address_leads_here,
     ),
-    TransportKind.DISK: (_engine_offers(TransportKind.DISK),),
 }
 
 
