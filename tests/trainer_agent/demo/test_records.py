@@ -1,11 +1,19 @@
-"""What the demo concludes, and what it prints last."""
+"""What the demo concludes, and what it prints."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from weightbus.trainer_agent.demo.round_records import DemoRound, Follower, RoundVerdict, append, compare, verdict
+from weightbus.trainer_agent.demo.round_records import (
+    DemoRound,
+    Follower,
+    ProgressView,
+    RoundVerdict,
+    append,
+    compare,
+    verdict,
+)
 
 
 def round_of(
@@ -135,3 +143,15 @@ def test_a_follower_reads_each_round_once_and_whole(tmp_path: Path) -> None:
         file.write(whole[20:])
     assert list(follower.new()) == [round_of(1, 0.25)]
     assert list(follower.new()) == []
+
+
+def test_what_programs_say_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """The end of a server's log is no markup, has no effect on the terminal, and keeps its lines."""
+    view = ProgressView(as_json=False)
+    view.say("the end of it:\nlost [/dev/shm] :x: \x1b[2J")
+    with view.awaiting("[/x]"):
+        pass
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(" s  the end of it:")
+    assert lines[1] == r"lost [/dev/shm] :x: \x1b[2J"
+    assert lines[2].endswith(" s  [/x]")
