@@ -1,8 +1,7 @@
 """Predicts a round of a fleet from its description: bytes by the planner's own rules, seconds by calibrated constants.
 
 fleet         the question: a trainer's layout, groups of engines, links; impossible fleets are refused
-shards        the model as runs of equal blocks, and what ranks and workers hold of them
-traffic       bytes between pairs of GPUs, by the rule of dataplane/reshard/reshard_plan.py
+traffic       what ranks hold and workers need of a model, and the bytes between them, by the reshard plan's rule
 cost_model    constants, each with its source; bytes and constants to steps of a round and the busiest links
 forecast      the rounds of one model, what would help, and the report
 

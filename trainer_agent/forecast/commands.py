@@ -146,7 +146,7 @@ class SimulateFleetCommand:
             render,
             report_of,
         )
-        from .shards import tensors_of  # noqa: PLC0415
+        from .traffic import tensors_of  # noqa: PLC0415
 
         given = resolved.value
         fleet = fleet_of(given)

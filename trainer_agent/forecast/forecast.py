@@ -34,8 +34,17 @@ from .fleet import (
     place_engines,
     waves,
 )
-from .shards import Tensors, engine_shards, trainer_shards
-from .traffic import Overlaps, Traffic, digested_bytes, gathered_bytes, overlaps, shard_traffic
+from .traffic import (
+    Overlaps,
+    Tensors,
+    Traffic,
+    digested_bytes,
+    engine_shards,
+    gathered_bytes,
+    overlaps,
+    shard_traffic,
+    trainer_shards,
+)
 
 
 class Forecast:

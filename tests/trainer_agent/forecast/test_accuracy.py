@@ -19,7 +19,7 @@ from weightbus.trainer_agent.forecast import cost_model
 from weightbus.trainer_agent.forecast.cost_model import RoundCost
 from weightbus.trainer_agent.forecast.fleet import EngineLocation, Engines, FleetSpec, ForecastTransport, TrainerSpec
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.shards import Tensors
+from weightbus.trainer_agent.forecast.traffic import Tensors
 
 GPU = Path(__file__).parents[2] / "gpu"
 FACTOR = 1.25

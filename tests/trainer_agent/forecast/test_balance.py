@@ -9,7 +9,7 @@ import pytest
 
 from weightbus.trainer_agent.forecast.fleet import EngineLocation, Engines, FleetSpec, ForecastTransport, TrainerSpec
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.shards import Tensors
+from weightbus.trainer_agent.forecast.traffic import Tensors
 
 MOST = 1.1
 """Of the busiest source to the mean."""

@@ -21,7 +21,7 @@ from weightbus.trainer_agent.forecast.fleet import (
     TrainerSpec,
 )
 from weightbus.trainer_agent.forecast.forecast import Forecast, changes
-from weightbus.trainer_agent.forecast.shards import Tensors
+from weightbus.trainer_agent.forecast.traffic import Tensors
 
 MODEL = str(Path(__file__).parents[2] / "gpu" / "models" / "deepseek.json")
 KIMI_K2 = {

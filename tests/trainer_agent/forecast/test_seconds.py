@@ -18,7 +18,7 @@ from weightbus.trainer_agent.forecast.fleet import (
     TrainerSpec,
 )
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.shards import Tensors
+from weightbus.trainer_agent.forecast.traffic import Tensors
 
 MODEL = Path(__file__).parents[2] / "gpu" / "models" / "deepseek.json"
 TWO = TrainerSpec(gpus=2, gpus_per_host=2, tp=2)

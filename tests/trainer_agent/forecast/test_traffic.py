@@ -25,7 +25,7 @@ from weightbus.trainer_agent.forecast.fleet import (
     place_engines,
 )
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.shards import Tensors, TrainerShards, engine_shards, trainer_shards
+from weightbus.trainer_agent.forecast.traffic import Tensors, TrainerShards, engine_shards, trainer_shards
 
 from ...kit.tiny_families import FAMILIES
 

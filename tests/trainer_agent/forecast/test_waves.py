@@ -21,7 +21,7 @@ from weightbus.trainer_agent.forecast.fleet import (
     waves,
 )
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.shards import Tensors
+from weightbus.trainer_agent.forecast.traffic import Tensors
 
 GPU = Path(__file__).parents[2] / "gpu"
 LLAMA = json.loads((GPU / "models" / "llama.json").read_text())
