@@ -11,7 +11,7 @@ left out: it is less than a thousandth of a model.
 
 A worker reads every element from the nearest rank that holds it: its own GPU, its host, any other; equally near ranks
 give equally many bytes, by the reshard plan's own choice among replicas (dataplane/tensors/coverage.py, with the same
-inputs as the planner has). Holders are a series with equal steps, so that the nearest are found without looking at each.
+inputs as the planner has). Holders are a series with equal steps: the nearest are found without looking at each.
 """
 
 from __future__ import annotations
