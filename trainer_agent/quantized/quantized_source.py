@@ -59,6 +59,7 @@ class QuantizedSource:
 
         Raises `UnknownScheme` for weights that cannot be quantized, or of which it is unknown whether they are.
         """
+        self.model, self.root, self.device = source.model, source.root, source.device
         self._source = source
         self.served: Path | Mapping[str, Any] = {} if served is None else served
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
@@ -90,21 +91,6 @@ class QuantizedSource:
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
         self._located = source if isinstance(source, LocatedSource) else None
         self._planned = BucketPlanCache[QuantizedAssembly]()
-
-    @property
-    def model(self) -> str:
-        """Architecture as the config names it."""
-        return self._source.model
-
-    @property
-    def root(self) -> bool:
-        """True on the root rank of the other source."""
-        return self._source.root
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the buckets."""
-        return self._source.device
 
     def tensors(self) -> Sequence[TensorSpec]:
         """Served tensors: in place of each quantized weight, the tensors it becomes."""
