@@ -20,7 +20,7 @@ from weightbus.engine_agent.engines.sglang.server_identity import WORKER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerUnreachable
 from weightbus.engine_agent.machine.events import ServerFound, ServerGone
-from weightbus.engine_agent.sidecar.server_monitor import ServerMonitor
+from weightbus.engine_agent.sidecar.driver import ServerMonitor
 
 from ...kit import tiny_model
 from ...kit.fake_sglang import FakeSGLang
