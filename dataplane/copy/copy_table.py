@@ -17,7 +17,6 @@ export (export_map.py), at the target the load trace's targets. `make_copy_table
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -141,10 +140,6 @@ class CopyTable(Table):
         """A table without rows."""
         flat, wide = np.empty(0, np.int64), np.empty((0, AXES), np.int64)
         return cls(flat, flat, flat, flat, flat, flat, flat, wide, wide, wide)
-
-    def digest(self) -> str:
-        """SHA-256, hexadecimal."""
-        return hashlib.sha256(self.encode()).hexdigest()
 
     def check(self, source_bytes: Column, target_bytes: Column) -> None:
         """Raise `ManifestError` unless every row stays inside regions of these sizes, in bytes.

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
 from math import isclose
 from typing import Any, Final, Generic, TypeVar
 
@@ -129,10 +128,10 @@ class SerialCalls:
         future: Future[_T] = Future()
         queue = self._queue
         with queue.lock:
-            queue.waiting.append((future, partial(_call, function, future)))
+            queue.waiting.append((future, function))
             idle, queue.served = not queue.served, True
         if idle:
-            start_thread(partial(_serve, queue), self._name)
+            start_thread(queue.serve, self._name)
         return future
 
     def give_up(self) -> None:
@@ -162,28 +161,22 @@ def run_all_within(seconds: float, calls: Sequence[Callable[[], None]], name: st
 class _CallQueue:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.waiting: deque[tuple[Future[Any], Callable[[], None]]] = deque()
+        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self.served = False
         """True while a thread works on the queue."""
 
-
-def _serve(queue: _CallQueue) -> None:
-    while True:
-        with queue.lock:
-            if not queue.waiting:
-                queue.served = False
-                return
-            _, call = queue.waiting.popleft()
-        call()
-
-
-def _call(function: Callable[[], _T], future: Future[_T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function())
-    except BaseException as error:  # noqa: BLE001  it is raised where the answer is asked for
-        future.set_exception(error)
+    def serve(self) -> None:
+        while True:
+            with self.lock:
+                if not self.waiting:
+                    self.served = False
+                    return
+                future, function = self.waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:  # noqa: BLE001  it is raised where the answer is asked for
+                    future.set_exception(error)
 
 
 def _wait_for_all() -> None:

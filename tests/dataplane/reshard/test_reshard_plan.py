@@ -252,7 +252,7 @@ def test_both_sides_make_the_same_plan() -> None:
         == plan.digest()
     )
     assert make_plan(joined(replicas), moved, trace, READER).digest() != plan.digest()
-    assert CopyTable.decode(plan.copies.encode()).digest() == plan.copies.digest()
+    assert CopyTable.decode(plan.copies.encode()).encode() == plan.copies.encode()
 
 
 def test_every_part_of_a_plan_is_in_its_digest() -> None:
