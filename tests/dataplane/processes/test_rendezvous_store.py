@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.dataplane import processes
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes import process_groups as rendezvous
 from weightbus.dataplane.processes.connections import Deadline, MacListener, address_family, local_address_towards
@@ -39,7 +40,7 @@ def test_names_are_asked_for_once_and_not_waited_for(monkeypatch: pytest.MonkeyP
 def test_a_receiver_of_broadcasts_asks_before_its_first_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Receivers of other transports make no store."""
     asked: list[None] = []
-    monkeypatch.setattr(rendezvous, "warm_up_name_resolution", lambda: asked.append(None))
+    monkeypatch.setattr(processes, "warm_up_name_resolution", lambda: asked.append(None))
     for kind, times in (("direct", 0), ("distributed", 1)):
         by_name(kind).receiver(ReceiverContext(runtime_dir=tmp_path / kind)).shutdown()
         assert len(asked) == times

@@ -268,7 +268,7 @@ def test_a_member_that_exchanges_nothing_with_the_dead_hears_of_it_too(world: Se
     sender._wait(Deadline(WAIT_S), lambda end: bool(end.workers) and end.frames is None, "did not come")
     lives, dies = (each.result(WAIT_S) for each in coming)
     sender._began, began = True, time.monotonic()
-    for end in sender._everybody():
+    for end in sender._members():
         end.received_at = began
     dies.close()
     sender.finish(PROMPT_S)
