@@ -39,7 +39,17 @@ from ..tensors import (
     served_dtypes,
     served_strides,
 )
-from .copy_table import AXES, ITEM_SIZES, CopySide, CopyTable, Grids, check_no_overflow, collapse_axes, make_copy_table
+from .copy_table import (
+    AXES,
+    ITEM_SIZES,
+    CopySide,
+    CopyTable,
+    Grids,
+    check_no_overflow,
+    collapse_axes,
+    make_copy_table,
+    run_span,
+)
 
 WORD_BYTES: Final = 8
 
@@ -95,10 +105,10 @@ class BoxTable(Table):
             return
         grids = ((self.grid[:, axis], self.step[:, axis]) for axis in range(AXES))
         check_no_overflow((self.at,), (self.words, self.item_step, WORD_BYTES // self.item), *grids)
-        reach = (self.grid - 1) * self.step
+        first, last = run_span(self.at, self.grid, self.step)
         run = (self.words * (WORD_BYTES // self.item) - 1) * self.item_step
-        first = self.at + np.minimum(reach, 0).sum(axis=1) + np.minimum(run, 0)
-        last = self.at + np.maximum(reach, 0).sum(axis=1) + np.maximum(run, 0) + self.item
+        first += np.minimum(run, 0)
+        last += np.maximum(run, 0) + self.item
         known = (self.region >= 0) & (self.region < len(region_bytes))
         inside = known & (first >= 0) & (self.group >= 0) & (self.group < self.groups)
         if known.all():

@@ -27,7 +27,7 @@ from ..memory import READY_FLAG_BYTES, ArenaRegion
 from ..processes import Deadline
 from ..tensors import DTYPES, Column
 from .box_digests import WORD_BYTES, BoxTable, Lanes
-from .copy_table import AXES, ITEM_SIZES, CopyTable
+from .copy_table import ITEM_SIZES, CopyTable, run_span
 
 WaitStage = Callable[[int], None]
 """Called before the copies of a stage are launched, in the order of stages.
@@ -352,10 +352,8 @@ def stages_of_rows(table: CopyTable, made: Mapping[int, ArenaRegion]) -> Column:
     needs every part.
     """
     stages = np.zeros(len(table), np.int64)
-    reach = (table.grid - 1) * table.source_step
-    first = table.source_at + np.minimum(reach, 0).sum(axis=1)
-    last = table.source_at + np.maximum(reach, 0).sum(axis=1) + table.run * ITEM_SIZES[table.source_dtype]
-    assert reach.shape[1] == AXES
+    first, last = run_span(table.source_at, table.grid, table.source_step)
+    last += table.run * ITEM_SIZES[table.source_dtype]
     for number, each in made.items():
         ends = np.array(each.ends, np.int64)
         reads = (table.source == number) & (first < ends[-1]) & (last > each.begin)

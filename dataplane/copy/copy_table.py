@@ -158,9 +158,8 @@ class CopyTable(Table):
         for side, region, at, step, dtype, sizes in sides:
             grids = ((self.grid[:, axis], step[:, axis]) for axis in range(AXES))
             check_no_overflow((at,), (self.run, ITEM_SIZES[dtype]), *grids)
-            reach = (self.grid - 1) * step
-            first = at + np.minimum(reach, 0).sum(axis=1)
-            last = at + np.maximum(reach, 0).sum(axis=1) + self.run * ITEM_SIZES[dtype]
+            first, last = run_span(at, self.grid, step)
+            last += self.run * ITEM_SIZES[dtype]
             known = (region >= 0) & (region < len(sizes))
             inside = known & (first >= 0) & (last <= sizes[np.where(known, region, 0)] if len(sizes) else False)
             if not inside.all():
@@ -169,6 +168,12 @@ class CopyTable(Table):
                     f"copy {row} reaches bytes {first[row]}..{last[row]} of {side} region {region[row]}, which has "
                     f"{sizes[region[row]] if known[row] else 'no such number'}: plan again with the current layout"
                 )
+
+
+def run_span(at: Column, grid: Column, step: Column) -> tuple[Column, Column]:
+    """(rows,), (rows,): where the first and the last of the runs of a grid begin, which begins at `at`."""
+    reach = (grid - 1) * step
+    return at + np.minimum(reach, 0).sum(axis=1), at + np.maximum(reach, 0).sum(axis=1)
 
 
 def check_no_overflow(*products: tuple[Column, ...]) -> None:
