@@ -228,15 +228,6 @@ def test_requests_from_many_threads(there: Coordinator, client: BusClient) -> No
     assert there.count(Acquire) >= 40
 
 
-def test_lost_answers_are_asked_for_again(there: Coordinator, client: BusClient) -> None:
-    """A request whose answers get lost is repeated with the same key until one arrives."""
-    lost = iter([True, True])
-    there.answer = lambda item: None if isinstance(item.message, Acquire) and next(lost, False) else there.usual(item)
-    acquire(client)
-    assert there.count(Acquire) >= 3
-    assert there.requests(Acquire) == 1
-
-
 def test_doubled_answers_and_commands_count_once(there: Coordinator, client: BusClient) -> None:
     """Every answer twice: each request ends once, nothing is left in the inbox; a repeated command is read once.
 
@@ -290,20 +281,6 @@ def test_coordinator_dies_and_comes_back(there: Coordinator) -> None:
             assert again.boot == 2
         finally:
             back.die()
-
-
-def test_forgotten_agent_rejoins(there: Coordinator, client: BusClient) -> None:
-    """A coordinator that does not know the connection gets a Hello, then the request again."""
-    forgets = iter([True])
-
-    def forgetful(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
-        if isinstance(item.message, Acquire) and next(forgets, False):  # after any Hello that was said twice
-            there.peers.clear()
-        return there.usual(item)
-
-    there.answer = forgetful
-    assert isinstance(acquire(client), Ack)
-    assert isinstance(client.next(DEADLINE_S), Welcome)
 
 
 def test_silent_coordinator_gets_a_new_connection(there: Coordinator) -> None:
