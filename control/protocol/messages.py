@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import enum
 import re
-from operator import attrgetter
 from typing import Annotated, Final, NewType, Self
 
 import msgspec
@@ -256,8 +255,10 @@ class Message(
 ):
     """Base of every message. Each subclass names its tag, so that renaming a class changes nothing on the wire."""
 
-    kind = property(attrgetter("__struct_config__.tag"))
-    """Tag of the message on the wire, used in logs and errors."""
+    @property
+    def kind(self) -> str:
+        """Tag of the message on the wire, used in logs and errors."""
+        return str(self.__struct_config__.tag)
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

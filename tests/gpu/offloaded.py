@@ -29,9 +29,8 @@ import torch
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, HostUploadStream, MemoryAccess
 from weightbus.trainer_agent.assembly.gather_plan import plan
-from weightbus.trainer_agent.assembly.host_uploads import HostUploadStream, MemoryAccess
 from weightbus.trainer_agent.publish.background_publisher import SnapshotBuffer
 from weightbus.trainer_agent.quantized.quantized_source import quantized
 from weightbus.trainer_agent.settings import SnapshotMemory

@@ -10,16 +10,14 @@ if TYPE_CHECKING:
         Assembler as Assembler,
         BucketPlanCache as BucketPlanCache,
         GatherExchange as GatherExchange,
-        check_manifest as check_manifest,
-        unreadable_reason as unreadable_reason,
-    )
-    from .gather_plan import BucketPlan as BucketPlan, Placement as Placement, plan as plan
-    from .host_uploads import (
         MemoryAccess as MemoryAccess,
         Uploads as Uploads,
         UploadSpans as UploadSpans,
+        check_manifest as check_manifest,
         is_pinned as is_pinned,
+        unreadable_reason as unreadable_reason,
         upload_spans_of as upload_spans_of,
     )
+    from .gather_plan import BucketPlan as BucketPlan, Placement as Placement, plan as plan
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -10,9 +10,8 @@ from hypothesis import given, settings, strategies as st
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, contiguous_strides
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, check_manifest
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, MemoryAccess, check_manifest, is_elsewhere
 from weightbus.trainer_agent.assembly.gather_plan import BucketPlan, plan
-from weightbus.trainer_agent.assembly.host_uploads import MemoryAccess, is_elsewhere
 from weightbus.trainer_agent.source import LayoutMismatch
 
 from ...kit.exporting import tensors_in

@@ -15,9 +15,8 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
-from weightbus.trainer_agent.assembly.assembler import Assembler
-from weightbus.trainer_agent.assembly.gather_plan import plan
-from weightbus.trainer_agent.assembly.host_uploads import (
+from weightbus.trainer_agent.assembly.assembler import (
+    Assembler,
     HostUploadStream,
     MemoryAccess,
     UploadSpan,
@@ -26,6 +25,7 @@ from weightbus.trainer_agent.assembly.host_uploads import (
     copy_each,
     upload_spans_of,
 )
+from weightbus.trainer_agent.assembly.gather_plan import plan
 
 from .test_assembler import CPU, SHAPES, Post, World, cut
 

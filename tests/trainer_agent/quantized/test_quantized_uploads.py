@@ -12,7 +12,7 @@ from weightbus.dataplane.quantize.quantize_tasks import TorchTasks
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.tensors.shards import Box
-from weightbus.trainer_agent.assembly.host_uploads import MemoryAccess, UploadStream
+from weightbus.trainer_agent.assembly.assembler import MemoryAccess, UploadStream
 from weightbus.trainer_agent.quantized.quantization_plan import WeightDivision
 from weightbus.trainer_agent.quantized.quantized_assembly import QuantizedAssembly
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource
