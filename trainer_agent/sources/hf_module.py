@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -109,7 +110,7 @@ def describe_module(module: nn.Module, dtype: torch.dtype | None, rank: int, mod
         shards=Shards.of(tensors, held, rank),
         parameters=tuple(stored.values()),
         facts=lambda: {"model": name, **dict(_facts(stored, tensors))},
-        identity=ParameterIdentity(lambda: stored_tensors(module)),
+        identity=ParameterIdentity(partial(stored_tensors, module)),
         head_dim=head_dim(module),
     )
 
