@@ -22,8 +22,10 @@ if TYPE_CHECKING:
         DigestTable as DigestTable,
         LiveDigests as LiveDigests,
         Manifest as Manifest,
+        Sources as Sources,
         TensorSpec as TensorSpec,
         blob_digest as blob_digest,
+        cut as cut,
     )
     from .shards import (
         DTYPES as DTYPES,

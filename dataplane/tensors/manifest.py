@@ -11,6 +11,7 @@ exits on a misaligned bucket).
 
 import hashlib
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -241,6 +242,100 @@ def _decode(blob: bytes, kind: type[_T]) -> _T:
         return msgspec.msgpack.decode(blob, type=kind)
     except (ValueError, RecursionError) as error:  # msgspec raises UnicodeDecodeError, a ValueError, on bad UTF-8
         raise ManifestError(f"not a {kind.__name__}: {error}") from error
+
+
+class Sources(msgspec.Struct, frozen=True, dict=True):
+    """The rank that broadcasts each bucket."""
+
+    of: tuple[int, ...]
+    """By bucket, the number of its source."""
+
+    @classmethod
+    def one(cls, buckets: int) -> Self:
+        """A single source for all `buckets`."""
+        return cls((0,) * buckets)
+
+    @property
+    def count(self) -> int:
+        """How many there are; each has a bucket."""
+        return len(self._own)
+
+    @property
+    def largest_share(self) -> int:
+        """The most buckets that one source has."""
+        return max(len(own) for own in self._own)
+
+    def own(self, source: int) -> tuple[int, ...]:
+        """The buckets of `source`, in order."""
+        return self._own[source]
+
+    def place(self, bucket: int) -> int:
+        """How many buckets its source has in front of it."""
+        return bisect_left(self._own[self.of[bucket]], bucket)
+
+    def before(self, bucket: int, slots: int) -> int:
+        """The bucket that lay where `bucket` goes, on a source with `slots` slots; -1 for none."""
+        place = self.place(bucket)
+        return self._own[self.of[bucket]][place - slots] if place >= slots else -1
+
+    def needed(self, row: range, slots: int) -> int:
+        """The last bucket that has to be taken before all of `row` can be assembled; -1 for none."""
+        return max(self.before(bucket, slots) for bucket in row)
+
+    @cached_property
+    def rows(self) -> tuple[range, ...]:
+        """Runs of buckets, as long as can be, in which each has another source: they are assembled at the same time."""
+        rows: list[range] = []
+        first = 0
+        seen: set[int] = set()
+        for bucket, source in enumerate(self.of):
+            if source in seen:
+                rows.append(range(first, bucket))
+                first = bucket
+                seen.clear()
+            seen.add(source)
+        return (*rows, range(first, len(self.of)))
+
+    def row_at(self, bucket: int) -> range:
+        """The row that begins with `bucket`, or what is left of the one that it is in."""
+        row = self.rows[bisect_right(self.rows, bucket, key=lambda row: row.start) - 1]
+        return range(bucket, row.stop)
+
+    @cached_property
+    def _own(self) -> tuple[tuple[int, ...], ...]:
+        own: list[list[int]] = [[] for _ in range(max(self.of) + 1)]
+        for bucket, source in enumerate(self.of):
+            own[source].append(bucket)
+        return tuple(tuple(each) for each in own)
+
+
+def cut(
+    model: str, tensors: Iterable[TensorSpec], owners: Sequence[int], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> tuple[Manifest, Sources]:
+    """A manifest whose buckets each belong to one source. `owners` is, by tensor, its source: 0 and up, each with one.
+
+    With a single source that is `Manifest.of`. Stages take turns so that they end together: the n-th of k buckets of
+    each lies n/k of the way through the version.
+    """
+    listed = tuple(tensors)
+    shares = [
+        Manifest.of(model, [spec for spec, owner in zip(listed, owners, strict=True) if owner == source], bucket_bytes)
+        for source in range(max(owners) + 1)
+    ]
+    turns = sorted(
+        (place / len(share.buckets), source, place)
+        for source, share in enumerate(shares)
+        for place in range(len(share.buckets))
+    )
+    ordered: list[TensorSpec] = []
+    buckets: list[BucketSpec] = []
+    for _, source, place in turns:
+        first = len(ordered)
+        ordered.extend(shares[source].tensors_of(place))
+        buckets.append(BucketSpec(first, len(ordered), shares[source].buckets[place].nbytes))
+    manifest = Manifest(model, tuple(ordered), tuple(buckets))
+    manifest.check()
+    return manifest, Sources(tuple(source for _, source, _ in turns))
 
 
 def _check_tensors(tensors: Sequence[TensorSpec]) -> list[int]:

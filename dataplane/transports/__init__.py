@@ -6,7 +6,6 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import registry as registry, worker_exchange as worker_exchange
-    from .broadcast_order import Sources as Sources, cut as cut
     from .interface import (
         Address as Address,
         Dividing as Dividing,

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..memory import CudaMemory, ExportMap, HostMemory
-    from ..tensors import BucketSpec, DigestTable, Manifest, Shards, TensorSpec
-    from .broadcast_order import Sources
+    from ..tensors import BucketSpec, DigestTable, Manifest, Shards, Sources, TensorSpec
     from .plan_exchange import PrerecordedTraces
 
 JOIN_S: Final = 15.0

@@ -28,9 +28,8 @@ from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.shared_memory import BucketBuffers, HostMemory
 from weightbus.dataplane.processes import process_groups as backends
-from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, Sources, TensorSpec
 from weightbus.dataplane.transports import registry as transports
-from weightbus.dataplane.transports.broadcast_order import Sources
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
 from weightbus.dataplane.transports.interface import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weightbus.dataplane.transports.broadcast_order import Sources
+from weightbus.dataplane.tensors.manifest import Sources
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
 from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, StagingBuffer, TransferSession

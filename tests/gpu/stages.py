@@ -279,7 +279,7 @@ class Ranks:
         """One version. Seconds that the calls of all stages took."""
         import torch
 
-        from weightbus.dataplane.transports.broadcast_order import cut
+        from weightbus.dataplane.tensors.manifest import cut
 
         source, roots = self.source, self.source.roots()
         ranks = sorted(set(roots))

@@ -34,9 +34,8 @@ from quantized_world import Post  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_families import Case, parse  # noqa: E402
 
-from weightbus.dataplane.tensors.manifest import Manifest  # noqa: E402
+from weightbus.dataplane.tensors.manifest import Manifest, cut  # noqa: E402
 from weightbus.dataplane.tensors.shards import Shards  # noqa: E402
-from weightbus.dataplane.transports.broadcast_order import cut  # noqa: E402
 from weightbus.trainer_agent.assembly.assembler import Assembler  # noqa: E402
 from weightbus.trainer_agent.assembly.gather_plan import plan  # noqa: E402
 from weightbus.trainer_agent.quantized.quantized_source import quantized  # noqa: E402

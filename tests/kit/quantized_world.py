@@ -20,9 +20,8 @@ from weightbus.dataplane.quantize.schemes import (
     quantized_tensors,
 )
 from weightbus.dataplane.tensors import coverage as cover
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec, cut as cut_buckets
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView, contiguous_strides
-from weightbus.dataplane.transports.broadcast_order import cut as cut_buckets
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource
 

@@ -19,11 +19,10 @@ from torch import nn
 import weightbus
 from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.trainer_agent.publish.agent import TrainerAgent
+from weightbus.trainer_agent.publish.agent import RankZero, TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
 from weightbus.trainer_agent.publish.driver import PublisherContext
 from weightbus.trainer_agent.publish.rank_commands import CommandedRanks
-from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource

@@ -1,6 +1,6 @@
 """Publishing a version: `TrainerAgent`, and rank 0's drivers of the publication machine.
 
-From the decision to the bytes: machine/publication.py decides; driver.py carries its effects out; rank_zero.py speaks
+From the decision to the bytes: machine/publication.py decides; driver.py carries its effects out; agent.py speaks
 with the other ranks (rank_commands.py); bucket_staging.py reads the weights; delivery.py sends
 them. background_publisher.py does the same behind the training loop, from snapshots.
 """

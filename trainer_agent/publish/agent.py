@@ -11,22 +11,48 @@ sends; the other ranks execute its commands. Results and errors are the same on 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, overload
 
+import torch
+
+from weightbus.control.bus import BusClient, BusSettings
 from weightbus.control.cli import load_settings
 from weightbus.control.log import get_log
 from weightbus.control.machine import PastStatus
-from weightbus.control.protocol import MAX_VERSION, TransportKind
+from weightbus.control.protocol import (
+    MAX_VERSION,
+    AgentId,
+    Channel,
+    ConfigurationError,
+    Hello,
+    Incarnation,
+    RequestId,
+    Role,
+    TrainerInfo,
+    TransportKind,
+    WeightbusError,
+)
+from weightbus.control.security import (
+    agent_key_files,
+)
 from weightbus.dataplane.errors import NotExportable
+from weightbus.dataplane.memory import BucketBuffers
+from weightbus.dataplane.processes import default_runtime_dir, host_identity
 from weightbus.dataplane.tensors import Manifest
-from weightbus.dataplane.transports import Address
+from weightbus.dataplane.transports import Address, SenderContext, Transport, registry as transports
 
-from ..export import MemoryExport
+from ..checkpoints import Archive, ArchivePolicy, check_configs
+from ..export import Exportable, MemoryExport, location_of, topology_of
 from ..machine import (
     AgentClosed,
     ConnectFailed,
@@ -39,14 +65,26 @@ from ..machine import (
     TooFarAhead,
     failure_of,
 )
-from ..quantized import as_served
-from ..settings import SECTION, TrainerSettings
-from ..source import Source, SourceError
+from ..quantized import KnowsServed, as_served
+from ..settings import SECTION, SendsOver, TrainerSettings
+from ..source import Source, SourceError, head_dim_of
 from . import rank_commands as commands
-from .bucket_staging import PipelineBroadcast, VersionLayout
-from .driver import Progress, settle_device
-from .rank_commands import CommandedRanks, unexpected_command
-from .rank_zero import RankZero, memory_export_of, start_rank_zero
+from .background_publisher import (
+    BackgroundPublisher,
+    SnapshotClaim,
+    engines_behind,
+)
+from .bucket_staging import BucketStaging, InPlaceExport, PipelineBroadcast, Stopwatch, VersionLayout
+from .driver import Progress, PublicationDriver, PublicationSigner, PublisherContext, log_publication_end, settle_device
+from .rank_commands import (
+    AssembleBucket,
+    CommandedRanks,
+    ExportMemory,
+    Finish,
+    KeepWaiting,
+    SnapshotTaken,
+    unexpected_command,
+)
 
 _log = get_log(__name__)
 
@@ -336,3 +374,325 @@ def _await_rank_zero(ranks: CommandedRanks, memory_export: MemoryExport | None) 
                 raise ConnectFailed(reason)
             case command:
                 raise unexpected_command(command, "rank 0 to have started")
+
+
+# -- rank 0: state that outlives publications, and the end of each on every rank
+
+
+class RankZero:
+    """Publishes version after version. Not thread-safe."""
+
+    def __init__(
+        self, context: PublisherContext, pool: BucketBuffers, source: Source, memory_export: MemoryExport | None = None
+    ) -> None:
+        self._context = context
+        self._ranks = context.staging.ranks
+        self._pool = pool
+        self._source = source
+        self._memory_export = memory_export
+        self._background = BackgroundPublisher(context, pool, source)
+        if doubt := context.settings.doubt():
+            _log.warning("settings_doubted", channel=context.settings.channel, reason=doubt)
+        self._stood_s = 0.0
+        """Seconds for which training was blocked since the last snapshot was enqueued."""
+
+    @property
+    def committed(self) -> int | None:
+        """The channel's committed version, as of the coordinator's last message."""
+        return self._context.bus.committed
+
+    def history(self) -> tuple[PastStatus, ...]:
+        """Versions committed in the channel, oldest first, as far as the coordinator remembers."""
+        known = self._context.channel_status()
+        return known.history if known else ()
+
+    def catch_up(self, version: int) -> PublicationEnd:
+        """Deliver the committed `version` to the engines that lack it, and tell every rank how that ended."""
+        try:
+            if engines_behind(self._context.channel_status(), version):
+                return self.publish(version, catch_up=True)
+        except WeightbusError as error:
+            return self._tell(self._failed(version, error, Mode.LIVE))
+        result = PublicationResult(EndReason.COMMITTED, "no engine is behind")
+        return self._tell(PublicationEnd.without_round(self._context.settings.channel, version, Mode.LIVE, result))
+
+    def publish(self, version: int, *, rollback: bool = False, catch_up: bool = False) -> PublicationEnd:
+        """Publish `version` and tell every rank how that ended. Raises only what is no `Exception`, afterwards."""
+        drive = PublicationDriver(self._context, version, rollback=rollback, catch_up=catch_up)
+        try:
+            self._wait_for_snapshots()
+            result = drive.run()
+        except BaseException as error:
+            # The other ranks wait for a command, whatever happened here.
+            result = drive.fail(error)
+            if not isinstance(error, Exception):
+                self._tell(drive.end(result))
+                raise
+        return self._tell(drive.end(result))
+
+    def snapshot(self, version: int) -> tuple[SnapshotTaken, Future[PublicationEnd]] | tuple[PublicationEnd, None]:
+        """Copy the weights and tell every rank to go on. The future of the publication's end never raises.
+
+        If the snapshot could not be taken its end is returned, and every rank told. With `max_lag` blocks until
+        training may go on, or until it is known that it may not.
+        """
+        watch = Stopwatch()
+        claimed = False
+        try:
+            with watch.phase("claim"):
+                claim = self._claim(version)
+            claimed = True
+            with watch.phase("snapshot"):
+                self._background.take(claim, self._assemble)
+        except BaseException as error:
+            if claimed:
+                self._background.discard()
+            end = self._failed(version, error)
+            log_publication_end(end)
+            self._tell(end)
+            if not isinstance(error, Exception):
+                raise
+            return end, None
+        stood_s = self._stood_s + watch.seconds["claim"]
+        future = self._background.enqueue(version, snapshot_s=watch.seconds["snapshot"], stood_s=stood_s)
+        with watch.phase("hold"):
+            ahead = self._background.wait_until_allowed(version, self._ranks)
+        self._stood_s = watch.seconds["hold"]
+        taken = SnapshotTaken(version, watch.seconds["claim"] + self._stood_s, ahead)
+        self._ranks.tell(taken)
+        _log.info("snapshot_taken", channel=self._context.settings.channel, version=version, **watch.seconds)
+        return taken, future
+
+    def follow(self, version: int, future: Future[PublicationEnd]) -> PublicationEnd:
+        """Wait for a snapshot's publication and tell every rank how it ended."""
+        deadline = time.monotonic() + self._longest_wait_s()
+        while not future.done():
+            if time.monotonic() >= deadline:  # it has deadlines of its own, so this is an error of ours
+                error = TimeoutError(
+                    f"the publication of version {version} did not end in {self._longest_wait_s():.0f} s"
+                )
+                return self._tell(self._failed(version, error))
+            futures.wait([future], self._context.settings.beat_s)
+            self._ranks.tell(KeepWaiting())
+        return self._tell(future.result())
+
+    def close(self) -> None:
+        """Close senders, buffers and the connection to the coordinator; each of them even if another fails."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._context.bus.close)
+            stack.callback(self._pool.close)
+            if self._memory_export is not None:
+                stack.callback(self._memory_export.close)
+            for each in self._context.senders.values():
+                stack.callback(each.close)
+            stack.callback(lambda: self._background.close(self._longest_wait_s()))
+
+    def _assemble(self, index: int, out: torch.Tensor) -> None:
+        self._ranks.tell(AssembleBucket(index))
+        self._source.assemble(self._context.staging.manifest, index, out)
+
+    def _claim(self, version: int) -> SnapshotClaim:
+        if all(transports.by_name(kind).in_place for kind in self._context.settings.transports()):
+            raise ConfigurationError(
+                "transport = direct and sends give the weights that are being trained, and not a snapshot of them:"
+                ' publish with mode="live", or allow local, distributed or disk too'
+            )
+        if self._background.is_pending(version):
+            raise ValueError(f"version {version} is being published already: publish a higher one, or wait for it")
+        deadline = time.monotonic() + self._longest_wait_s()
+        while (claim := self._background.claim(self._context.settings.beat_s)) is None:
+            self._keep_waiting_until(deadline)
+        return claim
+
+    def _wait_for_snapshots(self) -> None:
+        deadline = time.monotonic() + self._longest_wait_s()
+        while not self._background.idle(self._context.settings.beat_s):
+            self._keep_waiting_until(deadline)
+
+    def _keep_waiting_until(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"earlier snapshots were not published in {self._longest_wait_s():.0f} s")
+        self._ranks.tell(KeepWaiting())
+
+    def _longest_wait_s(self) -> float:
+        """Upper bound in seconds of all pending publications, by their own deadlines."""
+        limits = self._context.limits
+        return (
+            self._background.pending * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
+        )
+
+    def _failed(self, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> PublicationEnd:
+        """The end of a version for which no round could be begun."""
+        ending = EndReason.SOURCE_FAILED if isinstance(error, SourceError) else EndReason.INTERNAL
+        result = PublicationResult(ending, f"{type(error).__name__}: {error}")
+        return PublicationEnd.without_round(self._context.settings.channel, version, mode, result, error)
+
+    def _tell(self, end: PublicationEnd) -> PublicationEnd:
+        """Tell every rank the end, and return it."""
+        try:
+            self._ranks.tell(Finish(end.result, end.report))
+        except SourceError as error:
+            # The group is broken: every rank notices by itself, at the latest after the source's timeout.
+            _log.warning("ranks_not_told", version=end.report.version, error=str(error))
+        return end
+
+
+def start_rank_zero(
+    source: Source, settings: TrainerSettings, layout: VersionLayout, progress: Callable[[Progress], None] | None = None
+) -> RankZero:
+    """Connect to the coordinator and allocate the staging buffers. Rank 0 only."""
+    manifest = layout.manifest
+    check_configs(settings.served, settings.hf_config_dir)
+    archive = _archive(source, settings)
+    memory_export, refusals = _first_export(memory_export_of(source, settings, manifest), source, settings)
+    refusals |= _missing(settings, source.device.type)
+    kinds = tuple(kind for kind in settings.transports() if kind not in refusals)
+    if not kinds:
+        raise ConfigurationError(
+            f"transport = {', '.join(settings.transport)} is all that is allowed, and this trainer's memory cannot be"
+            " given in place (the log says why): allow local too"
+        )
+    sender_context = _sender_context(settings, str(source.device), memory_export)
+    buckets = len(manifest.buckets)
+    pool = BucketBuffers(
+        source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
+    )
+    with contextlib.ExitStack() as undo:
+        undo.callback(pool.close)
+        if memory_export is not None:
+            undo.callback(memory_export.close)
+        curve = agent_key_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
+        topology = topology_of(
+            settings,
+            kinds,
+            memory_export.places if memory_export else layout.places or (location_of(0, source.device),),
+            runtime_dir=settings.runtime_dir or default_runtime_dir(),
+            refusals=refusals,
+        )
+        bus = BusClient(
+            BusSettings(endpoint=settings.coordinator, curve=curve),
+            _hello_maker(source, settings, kinds),
+            topology=lambda: topology,
+        )
+        undo.callback(bus.close)
+        ranks = CommandedRanks(source)
+        context = PublisherContext(
+            settings=settings,
+            bus=bus,
+            staging=BucketStaging(
+                source,
+                manifest,
+                pool,
+                ranks,
+                head_dim_of(source),
+                None if memory_export is None else InPlaceExport(memory_export, ranks, _trainer_info(source, kinds)),
+                layout.pipeline,
+            ),
+            make_sender=lambda kind: transports.by_name(kind).sender(sender_context),
+            senders={},
+            boot=bus.start(settings.connect_timeout_s).boot,
+            progress=progress,
+            signer=PublicationSigner(settings, curve) if curve else None,
+            archive=archive,
+        )
+        undo.pop_all()
+    return RankZero(context, pool, source, memory_export)
+
+
+def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
+    """The archive that keeps versions as files; None if none was asked for."""
+    if not settings.save_every or settings.save_dir is None:
+        return None
+    served = source.served if isinstance(source, KnowsServed) else None
+    config_dir = settings.hf_config_dir or settings.served or (served if isinstance(served, Path) else None)
+    policy = ArchivePolicy(settings.save_every, settings.keep_last, settings.keep_every)
+    return Archive(settings.save_dir, settings.channel, policy, config_dir)
+
+
+def memory_export_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> MemoryExport | None:
+    """This rank's memory export; None if no transport needs one or the source has none. The same on every rank."""
+    in_place = _in_place(settings.preferences()).values()
+    read, sent = (any(each.reads_memory is wanted for each in in_place) for wanted in (True, False))
+    if not (read or sent) or not isinstance(source, Exportable):
+        return None
+    folder = settings.runtime_dir or default_runtime_dir()
+    return MemoryExport(source, manifest, folder, settings.channel, read=read, sent=sent)
+
+
+def _first_export(
+    memory_export: MemoryExport | None, source: Source, settings: TrainerSettings
+) -> tuple[MemoryExport | None, dict[TransportKind, str]]:
+    """Export once, at the start: memory that cannot be exported is published through buckets, by the next transport.
+
+    Returns also the transports that are not possible because of that, with reasons. They are logged as warnings only if
+    the settings name these transports.
+    """
+    wanted = _in_place(settings.preferences())
+    level = logging.WARNING if _in_place(settings.transport) else logging.INFO
+    if memory_export is None:
+        reason = f"{type(source).__name__} does not say where its tensors lie"
+        if wanted:
+            _log.log(level, "not_in_place", reason=reason)
+        return None, dict.fromkeys(wanted, reason)
+    CommandedRanks(source).tell(ExportMemory(digests=False))
+    try:
+        memory_export.export()
+    except NotExportable as error:
+        _log.log(level, "not_in_place", reason=str(error))
+        memory_export.close()
+        return None, dict.fromkeys(wanted, str(error))
+    reading = [kind for kind, each in wanted.items() if each.reads_memory] if memory_export.unreadable else []
+    if reading:
+        _log.log(level, "not_direct", reason=memory_export.unreadable)
+    return memory_export, dict.fromkeys(reading, memory_export.unreadable)
+
+
+def _in_place(kinds: Iterable[TransportKind]) -> dict[TransportKind, Transport]:
+    """The transports of `kinds` that transfer the ranks' memory itself."""
+    return {kind: each for kind in kinds if (each := transports.by_name(kind)).in_place}
+
+
+def _missing(settings: TrainerSettings, device: str) -> dict[TransportKind, str]:
+    """The transports that this trainer cannot send by whatever its memory is, with reasons, which are logged."""
+    context = _sender_context(settings, device, None)
+    found = {kind: reason for kind in settings.preferences() if (reason := transports.by_name(kind).missing(context))}
+    for kind, reason in found.items():
+        _log.warning("transport_missing", transport=kind.value, reason=reason)
+    return found
+
+
+def _hello_maker(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:
+    incarnation = Incarnation(os.urandom(8).hex())
+    trainer = _trainer_info(source, kinds)
+    greetings = itertools.count(1)
+
+    def hello() -> Hello:
+        return Hello(
+            request=RequestId(f"{incarnation}-hello-{next(greetings)}"),
+            agent=AgentId(settings.name),
+            role=Role.TRAINER,
+            channel=Channel(settings.channel),
+            incarnation=incarnation,
+            trainer=trainer,
+        )
+
+    return hello
+
+
+def _trainer_info(source: Source, kinds: tuple[TransportKind, ...]) -> TrainerInfo:
+    return TrainerInfo(host=host_identity(), device=source.device.type, ranks=0, transports=kinds)
+
+
+def _sender_context(settings: TrainerSettings, device: str, memory_export: MemoryExport | None) -> SenderContext:
+    return SenderContext(
+        channel=settings.channel,
+        runtime_dir=settings.runtime_dir,
+        device=device,
+        host=settings.host,
+        checkpoint_dir=settings.checkpoint_dir,
+        hf_config_dir=settings.hf_config_dir,
+        expose=None if memory_export is None else lambda: memory_export.current,
+        describe=None if memory_export is None else memory_export.described,
+        nixl=settings.sends_over is SendsOver.NIXL,
+        keep_groups_s=settings.keep_groups_s,
+    )

@@ -6,7 +6,7 @@ same weights; the second is compared bucket by bucket. Where all engines take th
 export and digest it where it lies, and no bucket is assembled (`InPlaceExport`).
 
 Where pipeline stages broadcast their own buckets, nothing is gathered across stages. The first rank of each stage is a
-*source* (dataplane/transports/broadcast_order.py): it assembles the buckets of its stage in staging buffers of its own,
+*source* (dataplane/tensors/manifest.py): it assembles the buckets of its stage in staging buffers of its own,
 digests them, and broadcasts them to all engines; rank 0 is source 0. Rank 0 commands each step, a row of buckets at a
 time of which every stage has one, so that stages work in parallel:
 
@@ -41,8 +41,8 @@ from weightbus.control.protocol import (
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory import BucketBuffers
-from weightbus.dataplane.tensors import BucketSpec, DigestTable, LiveDigests, Manifest
-from weightbus.dataplane.transports import Address, Sources, StagingBuffer, cut, registry as transports
+from weightbus.dataplane.tensors import BucketSpec, DigestTable, LiveDigests, Manifest, Sources, cut
+from weightbus.dataplane.transports import Address, StagingBuffer, registry as transports
 from weightbus.dataplane.transports.distributed import SourceRank
 
 from ..checkpoints import Saving

@@ -22,12 +22,12 @@ import torch
 from weightbus.control.log import get_log
 from weightbus.control.protocol import Endpoint, TransportKind
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
+from weightbus.dataplane.tensors import Sources
 from weightbus.dataplane.transports import (
     Address,
     Dividing,
     Peer,
     Sender,
-    Sources,
     StagingBuffer,
     Tabled,
     Tabling,

@@ -36,10 +36,9 @@ from ...processes import (
     open_runtime_dir,
     parse_tcp_address,
 )
-from ..broadcast_order import EnginePart, GroupSettings
 from ..interface import Address, EngineServer, Receipt, TransferSession
 from ..sessions import BucketLoads, check_bucket
-from .broadcast_group import BroadcastGroup, break_off, break_when_formed, settle
+from .broadcast_group import BroadcastGroup, EnginePart, GroupSettings, break_off, break_when_formed, settle
 from .rendezvous_keys import RendezvousKeys, holding, settled
 
 _LOG: Final = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ on to its server (`receiver.py`): each agent says which when it comes. Over gloo
 own with each source (`broadcast_group.py`); what is said here of a group is then said of all of them.
 
 A source broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart. This
-is the leading source; where there are several (`broadcast_order.py`), the others do their part by `source_rank.py`. All
+is the leading source; where there are several (`broadcast_group.py`), the others do their part by `source_rank.py`. All
 of them meet the engines in the leader's store, and have one session: its epoch, its end, its failure.
 
 Groups are kept from round to round while their members stay and sessions end well; their names carry the epoch in which
@@ -29,10 +29,19 @@ from torch._C._distributed_c10d import TCPStore
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, SerialCalls, bracket_ipv6, join_store, new_token, process_group_backend, serve_store
-from ..broadcast_order import GroupSettings, Sources
+from ...tensors import Sources
 from ..interface import JOIN_S, Address, Peer, StagingBuffer, TransferSession
 from ..sessions import SenderState
-from .broadcast_group import STILL_FORMING_S, STILL_S, Behind, BroadcastGroup, EngineGroups, Stalled, Stragglers
+from .broadcast_group import (
+    STILL_FORMING_S,
+    STILL_S,
+    Behind,
+    BroadcastGroup,
+    EngineGroups,
+    GroupSettings,
+    Stalled,
+    Stragglers,
+)
 from .rendezvous_keys import BY_SIDECAR, POLL_S, Rendezvous, holding, settled, source_name
 from .store_proxy import lead_nowhere
 

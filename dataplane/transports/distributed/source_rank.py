@@ -27,9 +27,9 @@ from ...processes import (
     process_group_backend,
     start_thread,
 )
-from ..broadcast_order import GroupSettings, Sources
+from ...tensors import Sources
 from ..interface import Address
-from .broadcast_group import BroadcastGroup, EngineGroups, Stalled, break_when_formed, settle
+from .broadcast_group import BroadcastGroup, EngineGroups, GroupSettings, Stalled, break_when_formed, settle
 from .rendezvous_keys import POLL_S, RendezvousKeys, source_name
 from .sender import FORM_S
 

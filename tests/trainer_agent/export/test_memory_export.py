@@ -20,8 +20,8 @@ from weightbus.dataplane.tensors.coverage import check_exact_cover
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.trainer_agent.export.memory_export import MemoryExport
+from weightbus.trainer_agent.publish.agent import start_rank_zero
 from weightbus.trainer_agent.publish.bucket_staging import VersionLayout
-from weightbus.trainer_agent.publish.rank_zero import start_rank_zero
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 

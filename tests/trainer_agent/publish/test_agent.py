@@ -18,11 +18,10 @@ from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.trainer_agent.machine import errors
 from weightbus.trainer_agent.machine.publication import PublishReport
-from weightbus.trainer_agent.publish.agent import TrainerAgent
+from weightbus.trainer_agent.publish.agent import RankZero, TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
 from weightbus.trainer_agent.publish.driver import Progress, PublisherContext
 from weightbus.trainer_agent.publish.rank_commands import CommandedRanks
-from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
 

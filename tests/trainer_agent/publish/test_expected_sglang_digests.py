@@ -20,8 +20,7 @@ import torch
 
 from weightbus.control.protocol.messages import EngineInfo
 from weightbus.dataplane.digest import sglang_checksum as fmix
-from weightbus.dataplane.tensors.manifest import LiveDigests, Manifest, TensorSpec
-from weightbus.dataplane.transports.broadcast_order import cut
+from weightbus.dataplane.tensors.manifest import LiveDigests, Manifest, TensorSpec, cut
 from weightbus.trainer_agent.publish.expected_sglang_digests import (
     SHA256,
     SglangDigester,

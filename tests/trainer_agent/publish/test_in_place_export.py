@@ -35,10 +35,9 @@ from weightbus.trainer_agent.machine.errors import PublishFailed
 from weightbus.trainer_agent.machine.events import EndReason
 from weightbus.trainer_agent.machine.publication import PublicationResult, PublishReport
 from weightbus.trainer_agent.publish import driver, rank_commands as commands
-from weightbus.trainer_agent.publish.agent import TrainerAgent
+from weightbus.trainer_agent.publish.agent import RankZero, TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging, InPlaceExport
 from weightbus.trainer_agent.publish.driver import PublisherContext
-from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.quantized import quantized_assembly
 from weightbus.trainer_agent.quantized.quantized_assembly import ReadableSource
 from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantized

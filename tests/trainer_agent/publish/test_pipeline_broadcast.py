@@ -12,11 +12,11 @@ import pytest
 
 from weightbus.control.protocol.messages import Outcome, ReceivingEngine, Topology, TransportKind
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.transports.broadcast_order import Sources
+from weightbus.dataplane.tensors.manifest import Sources
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
 from weightbus.trainer_agent.export.topology import topology_of
 from weightbus.trainer_agent.machine.errors import PublishFailed, WeightsChanged
-from weightbus.trainer_agent.publish import rank_zero
+from weightbus.trainer_agent.publish import agent as agent_module
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
 from weightbus.trainer_agent.source import AssemblyFailed
 
@@ -133,7 +133,7 @@ def test_a_worker_on_the_gpu_of_another_rank_has_one_rank_send_all(
         return plain(staging, [msgspec.structs.replace(each, shares=True) for each in receivers])
 
     plain = BucketStaging.sources
-    monkeypatch.setattr(rank_zero, "topology_of", topology)
+    monkeypatch.setattr(agent_module, "topology_of", topology)
     monkeypatch.setattr(BucketStaging, "sources", sources)
     pipeline.engine("e0", transport=TransportKind.DISTRIBUTED)
     pipeline.connect(**BROADCAST)

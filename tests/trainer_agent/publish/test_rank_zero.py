@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from weightbus.control.protocol.messages import TransportKind
 from weightbus.dataplane.transports.sends import transport as sends
 from weightbus.trainer_agent.export.memory_export import MemoryExport
-from weightbus.trainer_agent.publish import rank_zero
-from weightbus.trainer_agent.publish.rank_zero import RankZero, _missing
+from weightbus.trainer_agent.publish import agent
+from weightbus.trainer_agent.publish.agent import RankZero, _missing
 from weightbus.trainer_agent.settings import SendsOver, TrainerSettings
 
 BY_NIXL = TrainerSettings(sends_over=SendsOver.NIXL, channel="policy", insecure_loopback=True)
@@ -32,11 +32,11 @@ def test_sends_over_nixl_are_not_offered_without_nixl(monkeypatch: pytest.Monkey
 
 def test_memory_that_no_engine_can_read_is_found_out_when_the_trainer_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is still sent."""
-    monkeypatch.setattr(rank_zero, "CommandedRanks", Mock())
+    monkeypatch.setattr(agent, "CommandedRanks", Mock())
     memory_export = Mock(MemoryExport, unreadable="")
-    assert rank_zero._first_export(memory_export, Mock(), BY_NIXL)[1] == {}
+    assert agent._first_export(memory_export, Mock(), BY_NIXL)[1] == {}
     memory_export.unreadable = "a rank is on another host"
-    assert rank_zero._first_export(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.DIRECT}
+    assert agent._first_export(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.DIRECT}
 
 
 def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
@@ -47,7 +47,7 @@ def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
 
 def test_waves_without_a_lag_limit_are_warned_of_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that a version that breaks servers does not reach would get no requests."""
-    monkeypatch.setattr(rank_zero, "BackgroundPublisher", Mock())
+    monkeypatch.setattr(agent, "BackgroundPublisher", Mock())
     rolling = TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1)
     with capture_logs() as lines:
         RankZero(Mock(settings=rolling), Mock(), Mock(), None)

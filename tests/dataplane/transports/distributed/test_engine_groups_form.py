@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from weightbus.dataplane.processes.connections import Deadline
-from weightbus.dataplane.transports.broadcast_order import GroupSettings
 from weightbus.dataplane.transports.distributed import broadcast_group
-from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, EngineGroups, Stalled
+from weightbus.dataplane.transports.distributed.broadcast_group import (
+    BroadcastGroup,
+    EngineGroups,
+    GroupSettings,
+    Stalled,
+)
 
 from ....kit.waiting import until
 

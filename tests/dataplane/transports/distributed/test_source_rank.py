@@ -17,9 +17,9 @@ from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes import process_groups as rendezvous
 from weightbus.dataplane.processes.connections import new_token
 from weightbus.dataplane.processes.process_groups import join_store, serve_store
-from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports.broadcast_order import GroupSettings, Sources
+from weightbus.dataplane.tensors.manifest import Sources, TensorSpec
 from weightbus.dataplane.transports.distributed import broadcast_group, source_rank
+from weightbus.dataplane.transports.distributed.broadcast_group import GroupSettings
 from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous, source_name
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank

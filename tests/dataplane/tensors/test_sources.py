@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.transports.broadcast_order import GroupSettings, Sources, cut
+from weightbus.dataplane.tensors.manifest import Manifest, Sources, TensorSpec, cut
+from weightbus.dataplane.transports.distributed.broadcast_group import GroupSettings
 
 OWNERS = st.lists(st.integers(0, 3), min_size=1, max_size=24).map(
     lambda found: [sorted(set(found)).index(owner) for owner in found]
