@@ -183,4 +183,4 @@ def write(table: torch.Tensor, records: torch.Tensor, most: int) -> None:
     steps = len(records).bit_length()
     grid = (triton.cdiv(tiles, _BLOCK),)
     with torch.cuda.device(table.device) if table.is_cuda else torch.no_grad():
-        _write[grid](table, records, len(records), tiles, steps, columns - 2, most, BLOCK=_BLOCK)
+        _write[grid](table, records, len(records), tiles, steps, columns - 2, most, BLOCK=_BLOCK)  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import torch
@@ -64,7 +64,7 @@ def token_weights(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     `tokens` holds a prompt and its response in each row, groups together, the same on every rank; `counts` is 1 for
     each token of the responses that is learned from, 0 for the others.
     """
-    rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
+    rewards = [reward(response) for response in cast("list[list[int]]", tokens[:, PROMPT_TOKENS:].tolist())]  # pyright: ignore[reportUnknownMemberType]
     return torch.tensor(advantages(rewards)).unsqueeze(1) * counts
 
 

@@ -294,7 +294,7 @@ class ResidentQuantization(QuantizedAssembly):
         flags = ReadyFlags(resident_work.work)
         work = msgspec.structs.replace(resident_work.work, arena_bytes=flags.arena_bytes)
         super().__init__(division, source, source, work)
-        self._flags: ReadyFlags = flags
+        self._flags = self._ready = flags
         self.round = secrets.randbits(48)
         """Grows with every `prepare`. Random at first: memory may hold flags of another trainer."""
         quantized = {weight.spec.name for weight in division.weights}
@@ -322,21 +322,21 @@ class ResidentQuantization(QuantizedAssembly):
                     _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
         self._take_memory()
         self.round += 1
-        self._flags.clear(self._arena)
+        self._ready.clear(self._arena)
         _wait_for(self._source.device)  # a training step may write on any stream, and `_begin` has what it left done
         if len(self._lanes) < len(self.sums_of):
             self._lanes = torch.zeros((len(self.sums_of), 2), dtype=torch.int64, device=self._source.device)
         for index in range(len(self._work.buckets)):
             self._quantize(index, None)
             self._release_raw(index)
-        if self._flags.parts:
-            self._flags.set(self._arena, len(self._flags.parts) - 1, self.round)
+        if self._ready.parts:
+            self._ready.set(self._arena, len(self._ready.parts) - 1, self.round)
 
     @property
     def parts(self) -> ArenaParts | None:
         """Parts and ready flags of the arena in `memory`; None if nothing is quantized."""
         storages = self.shards.storage[self.shards.storage >= self._work.base]
-        return self._flags.in_memory(int(storages.min())) if len(storages) else None
+        return self._ready.in_memory(int(storages.min())) if len(storages) else None
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
