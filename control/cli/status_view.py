@@ -105,7 +105,7 @@ def _channel(name: str, channel: ChannelView) -> Table:
     if channel.round.version is not None:
         round_ += f" version {channel.round.version}, {channel.round.age_s:.1f} s"
         round_ += f", at most {channel.round.max_paused} paused" if channel.round.max_paused else ""
-        round_ += ", a catch-up" if channel.round.catch_up else ""
+        round_ += ", a resync" if channel.round.catch_up else ""
     title = f"channel {name}: {committed}, epoch {channel.epoch}, {lease}, {round_}, {len(channel.ready)} ready"
     table = Table(title=Text(terminal_safe(title), style="bold"), title_justify="left")
     for column in ("engine", "url", "state", "version", "lag", "ready", "server"):

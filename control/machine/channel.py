@@ -789,7 +789,7 @@ def _impossible(publish: Publish, *, is_committed: bool) -> str:
     """Why a round cannot be carried out as requested; empty if it can."""
     policy = publish.policy
     if publish.catch_up and not is_committed:
-        return "a catch-up brings what is committed: the version is another one, or the weights have changed since"
+        return "a resync brings what is committed: the version is another one, or the weights have changed since"
     if policy.flush and policy.pause is PauseMode.IN_PLACE:
         return "pause in_place keeps the KV cache: publish with flush off"
     if 0 < policy.max_paused < policy.min_engines:

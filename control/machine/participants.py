@@ -553,8 +553,10 @@ class Participants:
         elif participant.phase is EnginePhase.LEAVING:
             if message.health is EngineHealth.CLEAN and message.step is not Step.RESUME:
                 return  # crossed with the Abort, which the engine has yet to answer
-            participant.reason = participant.reason or reason
-            self._move(participant, EnginePhase.QUARANTINED)
+            if message.health is EngineHealth.CLEAN or not participant.reason:
+                self._quarantine(participant, f"{participant.reason}; {reason}" if participant.reason else reason)
+                return
+            self._move(participant, EnginePhase.QUARANTINED)  # noted when it failed
             self._pending_commands.drop(participant.name)
         elif participant.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED) or (
             participant.phase is EnginePhase.PAUSING and message.step in (Step.TRANSFER, Step.VERIFY)

@@ -175,14 +175,6 @@ def move(
     return wanted
 
 
-def diagram(table: Mapping[_State, frozenset[_State]]) -> str:
-    """The table as a Mermaid state diagram, in the order of the enum."""
-    lines = ["stateDiagram-v2"]
-    for source, targets in table.items():
-        lines.extend(f"    {source.name} --> {target.name}" for target in type(source) if target in targets)
-    return "\n".join(lines)
-
-
 WATCHDOG_S: Final = 8.0
 """Silence after which a watchdog takes the place of a sidecar or a source in a `distributed` group.
 

@@ -42,7 +42,7 @@ def by_name(name: str) -> Transport:
         except (ImportError, AttributeError) as error:
             raise Unsupported(f"the transport {name!r} is installed and cannot be imported: {error}") from error
     if name not in _known:
-        raise Unsupported(f"there is no transport {name!r}; choose one of {', '.join(names())}")
+        raise Unsupported(f"there is no transport '{name!s}'; choose one of {', '.join(names())}")
     return _known[name]
 
 

@@ -145,7 +145,8 @@ def _hear_table(attempt: Attempt) -> Tabled:
     if not isinstance(reply, wire.Table):
         raise PeerLost(f"the sender gave no digest table: {reason_of(reply)}")
     if len(reply.table) > wire.MOST_TABLE_BYTES or len(reply.seal) > wire.MOST_SEAL_BYTES:
-        raise PeerLost(f"a digest table of {len(reply.table)} bytes, sealed by {len(reply.seal)}, is larger than any")
+        sizes = f"a digest table of {len(reply.table)} bytes with a seal of {len(reply.seal)} bytes"
+        raise PeerLost(f"{sizes} is larger than any")
     table = DigestTable.decode(reply.table, session.manifest)
     if table.version != session.version:
         raise TransferFailed(f"the digest table is of version {table.version}, this session of {session.version}")

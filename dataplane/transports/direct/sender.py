@@ -73,7 +73,7 @@ class DirectSender(SocketSender[_Reader]):
         table = wire.Table(table=tabled.table.encode(), seal=tabled.seal)
         if len(table.table) > wire.MOST_TABLE_BYTES or len(table.seal) > wire.MOST_SEAL_BYTES:
             raise TransferFailed(
-                f"a digest table of {len(table.table)} bytes, sealed by {len(table.seal)}, is too large"
+                f"a digest table of {len(table.table)} bytes with a seal of {len(table.seal)} bytes is too large"
             )
         said = wire.SENDER.encode(table)
         with self._lock:

@@ -1363,3 +1363,28 @@ def test_an_engine_that_took_its_turn_and_comes_back_says_that_it_serves_before_
     first.deaf = False
     world.advance(2)
     assert "e0" in world.ready
+
+
+def test_an_engine_that_cannot_resume_says_why_in_report_log_and_status() -> None:
+    """After its commit: the reason stands beside the version it holds, which alone would look like lateness."""
+    world, e0, _, trainer = fleet()
+    e0.fail(Commit, Step.RESUME, reason="the server answers 500")
+    done = world.publish(trainer, 1)
+    said = "resume: the server answers 500"
+    assert (done.engines[0].outcome, done.engines[0].reason) == (Outcome.QUARANTINED, said)
+    assert [note.reason for note in world.observed if isinstance(note, EngineFailed)] == [said]
+    view = world.machine.status(world.now).channels["policy"].engines["e0"]
+    assert (view.ready, view.state) == (False, "paused")
+    assert view.reason == f"{said}; holds the weights of its launch, committed is 1"
+
+
+def test_an_engine_that_cannot_resume_after_an_abort_is_noted() -> None:
+    """The report has both reasons: the one of its transfer, and the one for which it stays paused."""
+    world, e0, _, trainer = fleet()
+    e0.fail(Prepare, Step.PREPARE, reason="another model")
+    e0.fail(Abort, Step.RESUME, reason="the server answers 500")
+    done = world.publish(trainer, 1)
+    first, both = "prepare: another model", "prepare: another model; resume: the server answers 500"
+    assert (done.engines[0].outcome, done.engines[0].reason) == (Outcome.QUARANTINED, both)
+    noted = [(note.step, note.reason) for note in world.observed if isinstance(note, EngineFailed)]
+    assert noted == [("preparing", first), ("leaving", both)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.control.machine import routing
+from weightbus.control.protocol.messages import TransportKind
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, Unsupported
 from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.transports import registry as transports
@@ -81,6 +82,8 @@ def test_unknown_kinds_are_refused() -> None:
         transports.by_name("pigeon")
     with pytest.raises(ValueError, match="pigeon"):
         transports.require_known(("local", "pigeon"))
+    with pytest.raises(Unsupported, match="there is no transport 'pigeon'; choose one of direct, "):
+        transports.by_name(TransportKind("pigeon"))
     with pytest.raises(Unsupported, match="checkpoint_dir"):
         transports.by_name("disk").sender(SenderContext(channel="c"))
 
