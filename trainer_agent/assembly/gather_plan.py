@@ -129,6 +129,8 @@ class _Row(msgspec.Struct):
 
 def _rows(manifest: Manifest, shards: Shards) -> list[_Row]:
     """Every shard with its place in the manifest, ordered by bucket, holder and place."""
+    if not len(shards):  # a rank that sends nothing, such as the only one, which quantizes everything
+        return []
     bucket_of, offset_of, row_of = _places(manifest, shards)
     item = np.array([ITEM_BYTES[spec.dtype] for spec in shards.tensors], np.int64)
     packed = [contiguous_strides(spec.shape) for spec in shards.tensors]

@@ -153,6 +153,13 @@ def test_a_rank_that_holds_nothing_of_a_bucket_has_nothing_to_do_with_it() -> No
             assert set(bucket) == ({rank} if roots[index] == rank else set())
 
 
+def test_nothing_is_planned_where_no_rank_sends_anything() -> None:
+    """As where the only rank quantizes every tensor of a bucket in place: no row says how many axes tensors have."""
+    tensors = (TensorSpec("weight", "float32", (4, 6)),)
+    manifest = Manifest.of("tiny", tensors, 1 << 20)
+    assert plan(manifest, Shards.of(tensors, []), rank=0) == ({},)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 1 << 20])
 def test_parameters_that_were_moved_to_another_device_are_read_there(
     monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
