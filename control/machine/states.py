@@ -86,7 +86,7 @@ class EnginePhase(enum.StrEnum):
     LEFT = "left"
     """It serves the old version, or had no part in the round."""
     QUARANTINED = "quarantined"
-    """It does not serve before a complete verified transfer."""
+    """It failed its last command of the round, or has not answered one of an earlier round: PROTOCOL.md, Quarantine."""
     LOST = "lost"
     """It stopped answering."""
 

@@ -199,7 +199,7 @@ class Outcome(enum.StrEnum):
     ABORTED = "aborted"
     """Nothing changed: old weights, old version, serving."""
     QUARANTINED = "quarantined"
-    """The engine does not serve until it has been loaded completely and verified."""
+    """The engine does not serve, or its last command was not answered: PROTOCOL.md lists the causes (Quarantine)."""
     LOST = "lost"
     """The engine stopped answering; it is out of the ready list."""
 
@@ -645,7 +645,7 @@ class Serving(Message, frozen=True, tag="Serving"):
 
 
 class Failed(Message, frozen=True, tag="Failed"):
-    """A step failed. `health` is the state of the weights now: CLEAN engines resume, DIRTY ones are quarantined."""
+    """A step failed. `health` is the state of the weights now. PROTOCOL.md says what follows (Quarantine)."""
 
     request: RequestKey
     channel: JoinedChannel

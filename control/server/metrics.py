@@ -91,7 +91,9 @@ ENGINE_LAG = _declare(
     _C, _GAUGE, "engine_version_lag", "channel engine", "committed version minus the engine's, if it holds one"
 )
 ENGINE_READY = _declare(_C, _GAUGE, "engine_ready", "channel engine", "1 while the engine is in the ready list")
-ENGINES_QUARANTINED = _declare(_C, _GAUGE, "engines_quarantined", "channel", "engines that must not serve")
+ENGINES_QUARANTINED = _declare(
+    _C, _GAUGE, "engines_quarantined", "channel", "engines that are dirty or pending: not to be served from"
+)
 ENGINES_WAITING = _declare(
     _C, _GAUGE, "round_engines_waiting", "channel", "engines of a rolling round that wait for their wave"
 )
