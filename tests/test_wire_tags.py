@@ -1,4 +1,10 @@
-"""Tags and field names that travel or are written down: classes and attributes may be renamed, these may not change."""
+"""Tags and field names that travel or are written down: classes and attributes may be renamed, these may not change.
+
+A failure here has one of three causes. A class or attribute was renamed: state its old wire name (`tag=`, `rename`,
+`msgspec.field(name=...)`). A message, structure or field is new: append it by hand to tests/golden/tags.json (tags,
+sorted) or tests/golden/fields.json (fields, in the order of the class); no tool writes them. Anything was removed
+or reordered: take it back, since peers and files of an earlier release still have it.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +31,10 @@ from weightbus.engine_agent.machine import events
 from weightbus.trainer_agent.publish import rank_commands as orders
 
 GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("tags.json").read_text("utf-8"))
-"""Written by the code of 69e00d5, where every tag was the class name; those of exports are of a later one."""
+"""Wire -> sorted tags of its messages. Maintained by hand: entries are added and never changed."""
 FIELDS = json.loads(Path(__file__).with_name("golden").joinpath("fields.json").read_text("utf-8"))
-"""Of the same code, where every field had the name of its attribute. A new field is added there by hand."""
+"""Wire -> tag -> names of its fields on the wire, and below ``inside`` structures without a tag. By hand too."""
+ADVICE = "a renamed one keeps its name on the wire; a new one is appended to {} by hand (see the top of this file)"
 
 
 def of_module(module: object) -> list[type[msgspec.Struct]]:
@@ -73,7 +80,8 @@ INSIDE: dict[str, type[msgspec.Struct]] = {
 @pytest.mark.parametrize("wire", GOLDEN)
 def test_tags_are_those_of_the_first_release(wire: str) -> None:
     """Every tag of the golden file is still one class's, and no class has another."""
-    assert sorted(str(each.__struct_config__.tag) for each in WIRES[wire]) == GOLDEN[wire]
+    tags = sorted(str(each.__struct_config__.tag) for each in WIRES[wire])
+    assert tags == GOLDEN[wire], ADVICE.format("tests/golden/tags.json")
 
 
 def test_every_tag_is_stated_where_its_class_is() -> None:
@@ -85,12 +93,12 @@ def test_every_tag_is_stated_where_its_class_is() -> None:
 @pytest.mark.parametrize("wire", [each for each in FIELDS if each != "inside"])
 def test_fields_are_encoded_under_the_names_of_the_first_release(wire: str) -> None:
     """Two processes of different code read each other, whatever attributes are called today."""
-    assert {str(each.__struct_config__.tag): list(each.__struct_encode_fields__) for each in WIRES[wire]} == FIELDS[
-        wire
-    ]
+    fields = {str(each.__struct_config__.tag): list(each.__struct_encode_fields__) for each in WIRES[wire]}
+    assert fields == FIELDS[wire], ADVICE.format("tests/golden/fields.json")
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_structures_inside_messages_and_files_keep_their_field_names(name: str) -> None:
     """A state file of an earlier sidecar is read, and a plan of another process understood."""
-    assert list(INSIDE[name].__struct_encode_fields__) == FIELDS["inside"][name]
+    fields = list(INSIDE[name].__struct_encode_fields__)
+    assert fields == FIELDS["inside"][name], ADVICE.format("tests/golden/fields.json")

@@ -1,7 +1,10 @@
-"""What is on the wire. Golden bytes pin every message; run this file with ``--regen`` to write them anew.
+"""Bytes on the wire, pinned for every message by tests/control/golden.
 
-Do that only for a message that is new, or together with a raised `PROTOCOL`: bytes that change under the same number
-are misread by agents of yesterday.
+``python -m tests.control.protocol.test_codec --regen`` writes that folder anew. Do it for a new message (its case is in
+`TO_COORDINATOR` or `TO_AGENT` below) or a new field with a default, and review the difference: only the new message's
+file and new lines of ``defaults.txt`` may appear. Other bytes change only together with a raised `PROTOCOL`: older
+agents would misread them under the same number. Names of fields are pinned too, in tests/golden/fields.json, which is
+edited by hand (tests/test_wire_tags.py).
 """
 
 from __future__ import annotations
@@ -278,11 +281,12 @@ def test_what_an_older_side_sends_is_told_from_noise() -> None:
 
 
 def test_no_default_ever_changes() -> None:
-    """It is what a reader takes for a field that was not sent. `--regen` writes the list for fields that are new.
+    """A reader takes the default for a field that was not sent. `--regen` adds fields that are new.
 
     (N44)
     """
-    assert (GOLDEN / "defaults.txt").read_text(encoding="utf-8") == defaults()
+    pinned = (GOLDEN / "defaults.txt").read_text(encoding="utf-8")
+    assert pinned == defaults(), "a default has changed: restore it; if only fields are new, run this file with --regen"
 
 
 def test_a_reader_that_is_older_than_a_field() -> None:
