@@ -112,11 +112,14 @@ real: env ## Tests with real SGLang servers and real Megatron ranks
 gpu: ## Tests that need a CUDA device, by the python3 at hand: its torch is one for CUDA, and weightbus is installed there
 	@python3 -m pytest -m gpu $(ARGS)
 
-tree: ## The rooms of each package, with modules and lines; it checks nothing
-	@line() { printf '%-44s %4d modules %7d lines\n' "$$1" "$$(find $$2 -name '*.py' | wc -l)" "$$(find $$2 -name '*.py' -exec cat {} + | wc -l)"; }
+tree: ## How many modules and lines each room has, rooms inside it counted apart; it checks nothing
+	@line() { printf '%-52s %4d modules %7d lines\n' "$$1" "$$(find $$2 -name '*.py' | wc -l)" "$$(find $$2 -name '*.py' -exec cat {} + | wc -l)"; }
 	for package in $(PACKAGES); do
 		line $$package $$package
-		for room in $$(find $$package -name '*.py' -printf '%h\n' | LC_ALL=C sort -u); do line "    $$room" "$$room -maxdepth 1"; done
+		for room in $$(find $$package -name '*.py' -printf '%h\n' | LC_ALL=C sort -u); do
+			[ $$room = $$package ] && name="$$room (root)" || name=$$room
+			line "    $$name" "$$room -maxdepth 1"
+		done
 	done
 
 ##@ Measure and break

@@ -1,4 +1,4 @@
-"""The interface of a bus to the coordinator's loop and an agent's client. sockets.py and sockets.py use ZeroMQ.
+"""The interface of a bus to the coordinator's loop and an agent's client. sockets.py implements it over ZeroMQ.
 
 A bus loses messages when connections break, and reports it where it can; it never duplicates or reorders the messages
 of one connection. A sender that needs more repeats its request until it is answered.
