@@ -181,7 +181,7 @@ class PublicationDriver:
         """Run until the machine is done. Effects are carried out in order, each before the next event is taken."""
         effects: deque[ev.AnyEffect] = deque(self._handle(self._attempt(self._prepare_ahead) or ev.PublishRequested()))
         while effects or self.machine.result is None:
-            event = self._attempt(partial(self._perform, effects.popleft()) if effects else self._wait)
+            event = self._attempt(partial(self._perform, effects.popleft())) if effects else self._read(self._wait)
             if event is not None:
                 effects.extend(self._handle(event))
         return self._settle(self.machine.result)
@@ -214,9 +214,9 @@ class PublicationDriver:
         return result
 
     def _attempt(self, step: Callable[[], ev.AnyEvent | None]) -> ev.AnyEvent | None:
-        """Do a step; a refusal, a timeout or a failure of the source becomes an event."""
+        """Do a step; the refusal or timeout of its request becomes an event, and so does a failure of the source."""
         try:
-            return step()
+            return self._read(step)
         except RequestRefused as refused:
             self._log.debug("refused", code=refused.code.value, reason=refused.reason)
             return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
@@ -225,6 +225,11 @@ class PublicationDriver:
                 self._log.warning("coordinator_silent", error=str(silence))
             self._silent = True
             return ev.RequestTimedOut(str(silence))
+
+    def _read(self, step: Callable[[], ev.AnyEvent | None]) -> ev.AnyEvent | None:
+        """Do a step; a failure of the source becomes an event. A session that has ended ends the publication."""
+        try:
+            return step()
         except (SourceError, WeightsDiffer) as error:
             self.cause = error
             differ = isinstance(error, WeightsDiffer)

@@ -270,6 +270,26 @@ def test_a_channel_that_stays_busy_ends_the_publication_on_every_rank(rig: Build
     one.failure(1, errors.LeaseBusy)
 
 
+@pytest.mark.parametrize("ended_in", [m.Publish, m.Abandon])
+def test_a_session_that_has_ended_ends_the_publication_with_its_reason(rig: Build, ended_in: type[m.Message]) -> None:
+    """In whatever state: no later event can come, and a refusal of the session is no answer to a request."""
+    one = rig(1, round_timeout_s=0.5, acquire_timeout_s=2.0)
+    coordinator = one.coordinator
+    ended = RequestRefused(m.RefusalCode.NOT_ALLOWED, "the key is not trusted any more")
+    coordinator.send = lambda _publish: None  # type: ignore[method-assign]
+
+    def end() -> None:
+        coordinator.next = refuse  # type: ignore[method-assign]
+
+    def refuse(_timeout_s: float) -> m.ToAgent:
+        raise ended
+
+    coordinator.after[ended_in] = deque([end])
+    failed = one.failure(1, errors.PublishFailed)
+    assert "the key is not trusted any more" in str(failed[0])
+    assert not coordinator.said(m.Acquire)[2:]
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_rank_that_cannot_assemble_fails_all_of_them_soon(rig: Build, rank: int, after: int) -> None:
