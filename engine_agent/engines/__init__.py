@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         EngineConnection as EngineConnection,
         Keys as Keys,
         open_engine as open_engine,
+        require_known as require_known,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

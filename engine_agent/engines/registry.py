@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
 
 from weightbus.control.protocol import ConfigurationError
 
 if TYPE_CHECKING:
     from .interface import Engine
-
-
-from pathlib import Path
-
-import msgspec
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -49,9 +47,17 @@ def register(kind: str, function: str) -> None:
     KINDS[kind] = function
 
 
+def require_known(kind: str) -> None:
+    """Raise `ValueError`, as settings do, for a kind that is not registered."""
+    if kind not in KINDS:
+        raise ValueError(f"there is no engine {kind!r}: choose one of {', '.join(sorted(KINDS))}")
+
+
 def open_engine(kind: str, connection: EngineConnection) -> Engine:
     """The engine behind `connection`; asks it nothing yet. Raises `ConfigurationError` for an unknown kind."""
-    if kind not in KINDS:
-        raise ConfigurationError(f"there is no engine {kind!r}: choose one of {', '.join(sorted(KINDS))}")
+    try:
+        require_known(kind)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     function = cast("Callable[[EngineConnection], Engine]", pkgutil.resolve_name(KINDS[kind]))
     return function(connection)

@@ -23,7 +23,7 @@ from weightbus.control.security import (
 from weightbus.control.server import LogFormat, LogLevel
 from weightbus.dataplane.transports import registry as transports
 
-from ..engines import DEFAULT, Keys
+from ..engines import DEFAULT, Keys, require_known
 from ..errors import KeyFileUnusable
 
 SECTION: Final = "engine_agent"
@@ -118,6 +118,7 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_url("server", self.server)
         if self.url:
             check_url("url", self.url)
+        require_known(self.engine)
         transports.require_known(self.transports)
         for name, key, file in (
             ("api_key", self.api_key, self.api_key_file),

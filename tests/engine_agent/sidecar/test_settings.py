@@ -133,6 +133,7 @@ def test_settings_come_from_environment_and_file(tmp_path: Path) -> None:
         ({"url": "10.0.0.7:30000"}, "url = '10.0.0.7:30000': expected http://HOST:PORT"),
         ({"coordinator": "10.0.0.5:5750"}, "coordinator = '10.0.0.5:5750': expected tcp://HOST:PORT"),
         ({"coordinator": "tcp://10.0.0.5:5750,tcp://10.0.0.6"}, "'tcp://10.0.0.6': expected tcp://HOST:PORT"),
+        ({"engine": "abacus"}, "there is no engine 'abacus': choose one of sglang"),
         ({"poll_s": "soon"}, "poll_s = 'soon' (flag --poll-s): expected a number"),
         ({"http_port": "1.5"}, "http_port = '1.5' (flag --http-port): expected a whole number"),
     ],
