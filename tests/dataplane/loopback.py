@@ -1,7 +1,7 @@
 """An inference server without a server: takes buckets as SGLang's workers do and keeps what it was given.
 
-Also a program (`python loopback.py`): reads jobs, one JSON object a line, and forks a process for each that is one half
-of a transfer and may be told to die or to stop at a bucket. Answers are JSON lines too.
+Also a program (`python -m tests.dataplane.loopback`): reads jobs, one JSON object a line, and forks a process for each,
+which is one half of a transfer and may be told to die or to stop at a bucket. Answers are JSON lines too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -30,7 +31,7 @@ from weightbus.dataplane.memory.shared_memory import BucketBuffers, HostMemory
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, Sources, TensorSpec
 from weightbus.dataplane.transports import registry as transports
-from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
+from weightbus.dataplane.transports.distributed import source_watchdog
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
 from weightbus.dataplane.transports.interface import (
     Address,
@@ -41,12 +42,10 @@ from weightbus.dataplane.transports.interface import (
     SenderContext,
     SharedBucket,
     TransferSession,
+    Transport,
 )
 
-if __package__:
-    from .staged_sender import StagedSender
-else:  # as a program
-    from staged_sender import StagedSender
+from .staged_sender import StagedSender
 
 CHANNEL = "chan"
 HANDED = "handed-"
@@ -210,19 +209,27 @@ class LoopbackServer:
 
 
 class Places:
-    """Where the transports of one test keep their things."""
+    """Makes the halves of one test's transports, which keep their files under `root`.
 
-    def __init__(self, root: Path, host: str = "127.0.0.1") -> None:
-        self.root, self.host = root, host
+    `transport`, as ``module:name``, is a transport that is not built in; any kind means it then.
+    """
+
+    def __init__(self, root: Path, host: str = "127.0.0.1", transport: str = "") -> None:
+        self.root, self.host, self._transport = root, host, transport
+
+    def transport(self, kind: str) -> Transport:
+        """The declaration of `kind`."""
+        if self._transport:
+            return cast("Transport", pkgutil.resolve_name(self._transport))
+        return transports.by_name("distributed" if kind.removeprefix(HANDED) == "stages" else kind.removeprefix(HANDED))
 
     def sender(self, kind: str) -> Sender:
-        kind = kind.removeprefix(HANDED)
-        if kind == "stages":
+        if kind.removeprefix(HANDED) == "stages":
             return StagedSender(self.host, CHANNEL)
         context = SenderContext(
             channel=CHANNEL, runtime_dir=self.root / "run", host=self.host, checkpoint_dir=self.root / "ckpt"
         )
-        return transports.by_name(kind).sender(context)
+        return self.transport(kind).sender(context)
 
     def server(self, kind: str, tp: int = 1, on_load: Callable[[int], None] = lambda _: None) -> LoopbackServer:
         """One whose workers open memory of others where `kind` says that these take part for it."""
@@ -231,9 +238,7 @@ class Places:
         return server
 
     def receiver(self, kind: str) -> Receiver:
-        kind = kind.removeprefix(HANDED)
-        context = ReceiverContext(runtime_dir=self.root / "run")
-        return transports.by_name("distributed" if kind == "stages" else kind).receiver(context)
+        return self.transport(kind).receiver(ReceiverContext(runtime_dir=self.root / "run"))
 
 
 def send_all(
@@ -278,11 +283,11 @@ def _say(**answer: object) -> None:
 
 
 def _run(job: dict[str, Any]) -> None:
-    places = Places(Path(job["root"]))
+    places = Places(Path(job["root"]), transport=job.get("transport", ""))
     manifest = make_manifest(job.get("buckets", 3))
     session = make_session(job["epoch"], job["version"], manifest)
     stumble = _stumble(job.get("at", -1), job.get("how", "die"))
-    source_stand_in.SILENCE_S = job.get("silence_s", source_stand_in.SILENCE_S)
+    source_watchdog.SILENCE_S = job.get("silence_s", source_watchdog.SILENCE_S)
     if job["half"] == "sender":
         sender = places.sender(job["kind"])
         pool = BucketBuffers("cpu", 2, manifest.largest_bucket, CHANNEL)

@@ -1,4 +1,18 @@
-"""What every transport promises, whatever moves the bytes. test_registry.py runs it over all kinds."""
+"""What every transport promises, whatever moves the bytes.
+
+transports/test_registry.py runs it over `local`, `disk` and `distributed`, in four ways, and test_toy_transport.py over
+the tests' own. `direct` and `sends`, whose workers read a trainer's memory along a plan, have tests in their folders.
+
+A transport that is not built in is given by `TransportContract.transport`; a test module needs a fixture `halves`:
+
+    class TestPigeon(TransportContract):
+        kind = "pigeon"
+        transport = "pigeon.transport:TRANSPORT"
+
+    @pytest.fixture(scope="module")
+    def halves() -> Iterator[Halves]:
+        yield from Halves.serve()
+"""
 
 from __future__ import annotations
 
@@ -25,7 +39,15 @@ from weightbus.dataplane.errors import (
 )
 from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Receiver, SharedBucket, TransferSession
+from weightbus.dataplane.transports.interface import (
+    Address,
+    LoadedBy,
+    Peer,
+    Receipt,
+    Receiver,
+    SharedBucket,
+    TransferSession,
+)
 
 from ..kit.waiting import readable
 from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all, wanted
@@ -34,9 +56,10 @@ BUCKETS = 3
 PATIENCE_S = 60.0
 """For what should take no time: machines that run tests are busy."""
 JOIN_S = 4.0
-"""Costs as much where somebody is absent; whoever is there comes sooner, also on a busy machine."""
+"""Wait for engines to come, in seconds: a test with an absent engine lasts as long. Others come sooner, also on a busy
+machine."""
 PROMPT_S = 30.0
-"""Well below `PATIENCE_S`: whatever took longer waited for a deadline."""
+"""Well below `PATIENCE_S`: a step that took longer waited for a deadline."""
 
 
 class Engine:
@@ -79,13 +102,21 @@ class Halves:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("loopback.py"))],
+            [sys.executable, "-m", "tests.dataplane.loopback"],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
         )
         assert self.answer() == {"up": True}
+
+    @classmethod
+    def serve(cls) -> Iterator[Halves]:
+        """The body of a fixture. Best one for a module: the process imports torch once."""
+        halves = cls()
+        yield halves
+        halves.close()
 
     def start(self, **job: Any) -> int:
         assert self._process.stdin is not None
@@ -111,6 +142,8 @@ class TransportContract:
     """Subclasses say `kind`, and whether losing one engine loses all."""
 
     kind: str
+    transport = ""
+    """``module:name`` of a `Transport` that is not built in, as an entry point has it. `Halves` import it, too."""
     groups = 0
     """Of a collective: how many a server is in."""
     collective = False
@@ -118,7 +151,16 @@ class TransportContract:
 
     @pytest.fixture
     def places(self, tmp_path: Path) -> Places:
-        return Places(tmp_path)
+        return Places(tmp_path, transport=self.transport)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a server loads a version in one call, from files, and not bucket by bucket."""
+        return Places(Path(), transport=self.transport).transport(self.kind).loaded_by is LoadedBy.FILES
+
+    def job(self, places: Places) -> dict[str, str]:
+        """The part of a job of `Halves` that names the transport."""
+        return {"kind": self.kind, "transport": self.transport, "root": str(places.root)}
 
     @pytest.fixture
     def pool(self) -> Iterator[BucketBuffers]:
@@ -244,7 +286,7 @@ class TransportContract:
         withdrawn = threading.Event()
 
         def stand_still(index: int) -> None:
-            if index == 1 or self.kind == "disk":
+            if index == 1 or self.whole:
                 sender.withdraw("stuck", "its connection is gone")
                 withdrawn.wait(PATIENCE_S)
                 raise TransferFailed("nobody waits any more")
@@ -288,11 +330,11 @@ class TransportContract:
                 time.sleep(0.01)
 
         def all_is_sent(index: int) -> None:
-            if index == BUCKETS and self.kind == "local":
+            if index == BUCKETS and not self.collective and not self.whole:
                 first_is_through(index)
 
         # Otherwise the sender waits for the other engine when it hears of the first one.
-        last = make_engine("last", on_load=first_is_through) if self.kind == "disk" else make_engine("last")
+        last = make_engine("last", on_load=first_is_through) if self.whole else make_engine("last")
         load = last.server.load_broadcast
 
         def load_late(group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
@@ -330,8 +372,8 @@ class TransportContract:
         address = sender.offer(session, [Peer("survivor", 1), Peer("victim", 1)])
         engine.start(session, address, 1)
         halves.start(
-            half="receiver", kind=self.kind, root=str(places.root), epoch=2, version=21, engine="victim", tp=1,
-            rank_offset=2, address=msgspec.to_builtins(address), at=0 if self.kind == "disk" else at,
+            half="receiver", **self.job(places), epoch=2, version=21, engine="victim", tp=1,
+            rank_offset=2, address=msgspec.to_builtins(address), at=0 if self.whole else at,
         )  # fmt: skip
         sender.ready(PATIENCE_S)
         began = time.monotonic()
@@ -360,7 +402,7 @@ class TransportContract:
         address = sender.offer(session, [Peer("survivor", 1), Peer("victim", 1)])
         engine.start(session, address, 1)
         halves.start(
-            half="receiver", kind=self.kind, root=str(places.root), epoch=2, version=22, engine="victim", tp=1,
+            half="receiver", **self.job(places), epoch=2, version=22, engine="victim", tp=1,
             rank_offset=2, address=msgspec.to_builtins(address), at=0, how="stop",
         )  # fmt: skip
         sender.ready(PATIENCE_S)
@@ -383,7 +425,14 @@ class TransportContract:
         """
         engine = make_engine("e0")
         halves.start(
-            half="sender", kind=self.kind, root=str(places.root), epoch=4, version=41, peers=[["e0", 1]], at=at
+            half="sender",
+            kind=self.kind,
+            transport=self.transport,
+            root=str(places.root),
+            epoch=4,
+            version=41,
+            peers=[["e0", 1]],
+            at=at,
         )
         address = Address(**halves.answer())
         engine.start(make_session(4, 41, make_manifest(BUCKETS)), address, 1)
@@ -391,14 +440,14 @@ class TransportContract:
         assert isinstance(result, TransferFailed), result
         assert engine.seconds < PROMPT_S
         assert engine.receiver.touched == (engine.server.loads > 0)
-        if self.kind == "disk":
+        if self.whole:
             assert engine.server.loads == 0
 
     def test_sender_stopped(self, places: Places, make_engine: Callable[..., Engine], halves: Halves) -> None:
         """A trainer that stands still costs a receiver its deadline and no more."""
         engine = make_engine("e0")
         halves.start(
-            half="sender", kind=self.kind, root=str(places.root), epoch=4, version=41, peers=[["e0", 1]], at=1,
+            half="sender", **self.job(places), epoch=4, version=41, peers=[["e0", 1]], at=1,
             how="stop",
         )  # fmt: skip
         address = Address(**halves.answer())
@@ -410,7 +459,7 @@ class TransportContract:
         """A load that the server refuses fails that receiver and tells the sender the reason, at once."""
 
         def refuse(index: int) -> None:
-            if index == 1 or self.kind == "disk":
+            if index == 1 or self.whole:
                 raise TransferFailed("the server said 400")
 
         manifest = make_manifest(BUCKETS)
@@ -481,7 +530,7 @@ class TransportContract:
         result = engine.join()
         assert isinstance(result, DigestMismatch)
         assert result.tensor == manifest.tensors_of(1)[4].name
-        assert engine.server.loads == (0 if self.kind == "disk" else 1)
+        assert engine.server.loads == (0 if self.whole else 1)
         assert "DigestMismatch" in sender.failed["e0"]
         sender.close()
 

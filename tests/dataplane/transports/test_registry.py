@@ -27,9 +27,7 @@ from ..transport_contract import PROMPT_S, Engine, Halves, TransportContract
 @pytest.fixture(scope="module")
 def halves() -> Iterator[Halves]:
     """The process that forks halves of transfers: one for the module, it imports torch once."""
-    halves = Halves()
-    yield halves
-    halves.close()
+    yield from Halves.serve()
 
 
 class TestLocal(TransportContract):

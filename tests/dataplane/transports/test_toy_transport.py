@@ -1,4 +1,4 @@
-"""A transport is one folder and one line: one of the tests' own is registered, and carries whole rounds."""
+"""A transport is one folder and one line: one of the tests' own keeps the contract, and carries whole rounds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,22 @@ from ...kit.fake_source import FakeSource
 from ...kit.fake_weights import read
 from ...kit.toy_transport import TOY
 from ...kit.waiting import until
+from ..transport_contract import Halves, TransportContract
 
 pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def halves() -> Iterator[Halves]:
+    """The process that forks halves of transfers."""
+    yield from Halves.serve()
+
+
+class TestToy(TransportContract):
+    """The contract over a transport that no registry knows: it is given by its place."""
+
+    kind = "toy"
+    transport = "tests.kit.toy_transport:TOY"
 
 
 @pytest.fixture

@@ -27,9 +27,7 @@ from ...transport_contract import PROMPT_S, Engine, Halves
 @pytest.fixture
 def halves() -> Iterator[Halves]:
     """The process that forks halves of transfers."""
-    made = Halves()
-    yield made
-    made.close()
+    yield from Halves.serve()
 
 
 def test_workers_that_stand_still_hold_no_other_engine(

@@ -41,9 +41,7 @@ PEERS = [Peer("one", 1), Peer("two", 2)]
 @pytest.fixture(scope="module")
 def halves() -> Iterator[Halves]:
     """The process that forks halves of transfers."""
-    halves = Halves()
-    yield halves
-    halves.close()
+    yield from Halves.serve()
 
 
 class Stand:

@@ -23,7 +23,7 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.process_groups import join_store, serve_store
-from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
+from weightbus.dataplane.transports.distributed import source_watchdog
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.distributed.source_watchdog import Connections, SourceWatchdog, connections_of
 from weightbus.dataplane.transports.interface import Address, Peer
@@ -61,7 +61,7 @@ sys.stdin.read()
 
 def test_the_coordinator_knows_how_long_it_waits() -> None:
     """Which may import nothing of this package: it warns where its own waits are shorter."""
-    assert source_stand_in.SILENCE_S == WATCHDOG_S
+    assert source_watchdog.SILENCE_S == WATCHDOG_S
 
 
 class Source:
@@ -111,9 +111,7 @@ def source() -> Iterator[Source]:
 @pytest.fixture
 def halves() -> Iterator[Halves]:
     """The process that forks halves of transfers."""
-    made = Halves()
-    yield made
-    made.close()
+    yield from Halves.serve()
 
 
 def test_a_source_that_is_stopped_while_it_is_waited_for_is_hung_up(source: Source) -> None:
@@ -258,7 +256,7 @@ def test_a_connection_whose_number_is_anothers_by_then_is_not_mistaken(
     ):
         identity, store, look = os.fstat(connection.fileno()).st_ino, c10d.HashStore(), os.dup
         for rank, address in enumerate((connection.getsockname(), ("127.0.0.1", 9))):
-            store.set(f"0/{rank}", source_stand_in._as_published(address))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            store.set(f"0/{rank}", source_watchdog._as_published(address))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
         def dup(file: int) -> int:
             if soon and file == connection.fileno():
