@@ -67,7 +67,7 @@ class Tabled(msgspec.Struct, frozen=True):
 
     table: DigestTable
     seal: bytes = b""
-    """By which a receiver's side believes it. Carried, and never read here."""
+    """Signature of the table, which the engine agent checks. Transports only carry it."""
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -172,12 +172,12 @@ class EngineServer(Protocol):
 
     @property
     def drafts(self) -> bool:
-        """It speculates: a loader is called for its draft models too, and for each model apart."""
+        """Whether the server decodes speculatively: it calls a loader for each model apart, draft models included."""
         ...
 
     @property
     def launch(self) -> str:
-        """Another one where its processes are others: those are in no group."""
+        """Name of the server's running processes. A new one means that it was launched again, and is in no group."""
         ...
 
     @property
@@ -204,10 +204,10 @@ class EngineServer(Protocol):
         """destroy_weights_update_group; no error when the server is not in it."""
         ...
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
-        """See to it that the server leaves these groups if this process ends or, while they are `used`, stands still.
+    def watch_groups(self, groups: Sequence[str], *, used: bool) -> bool:
+        """Have a watchdog make the server leave these groups if this process ends or, while they are `used`, stalls.
 
-        They take the place of the groups named before; False where the server may have left these. Never raises.
+        They replace the groups named before; False where the server may have left those. Never raises.
         """
         ...
 
@@ -253,9 +253,9 @@ class Dividing(Protocol):
         ...
 
     def divide(self, sources: Sources | None) -> None:
-        """The rank that sends each bucket, from the next `offer` on; null: this one.
+        """Set the rank that sends each bucket, from the next `offer` on; null: the rank of this sender sends all.
 
-        Buckets of others need no slot here.
+        A bucket of another rank needs no slot here.
         """
         ...
 
@@ -294,7 +294,7 @@ class Sized(Protocol):
     """A receiver whose workers take different parts of a version, each only what it stores."""
 
     @property
-    def widest(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes of a round that the worker with most of them takes; 0 before anything was planned."""
         ...
 
@@ -334,25 +334,25 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
-class Minding(Receiver, Protocol):
-    """A receiver that finds out that its server stands still."""
+class StallDetector(Receiver, Protocol):
+    """A receiver that detects a stalled worker of its server."""
 
     def require_moving(self) -> None:
-        """Raise `TransferFailed` while a worker that stood still has said nothing since, or has done nothing."""
+        """Raise `TransferFailed` while a worker that had stalled has not answered, or not gone on, since."""
         ...
 
 
 @runtime_checkable
-class Stager(Minding, Protocol):
-    """A receiver that can take a version beside the weights that are served."""
+class DoubleBuffering(StallDetector, Protocol):
+    """A receiver that can take a version into a second buffer, beside the weights that are served."""
 
     @property
     def mode(self) -> str:
-        """How the last version was taken, for people."""
+        """How the last version was received, as text for logs and the status page."""
         ...
 
     def can_stage(self, manifest: Manifest) -> bool:
-        """There is a plan for it, and room."""
+        """Whether there is a plan for this manifest, and room for a second buffer."""
         ...
 
     def stage(self, session: TransferSession, address: Address, engine: str, deadline_s: float) -> bool:
@@ -387,7 +387,7 @@ class Group(WireMessage, frozen=True, tag="Group"):
     nixl: bool = False
     """It reads with NIXL, and does not send over gloo or NCCL."""
     stands: bool = False
-    """All have it from the last round. There is no store."""
+    """Whether the group of the last round is used again: all members still have it, and `store` is empty."""
     keep_s: float = 0.0
     """For how long it may be used again afterwards."""
     ranks: int = 0
@@ -473,7 +473,7 @@ class ReceiverContext(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: Path | None = None
     """Folder for sockets; null: the default one of this user."""
     beside: bool = True
-    """Whether a version may be received while the server generates."""
+    """Whether a version may be received into a second buffer, beside the served weights, while the server generates."""
     hands_on: bool = True
     """Whether the sidecar may be a member of broadcast groups in its server's place."""
     ahead: PrerecordedTraces | None = None

@@ -219,7 +219,7 @@ class Agreement:
         return tuple(regions_read(plan) for plan in self.plans)
 
     @cached_property
-    def widest(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes that the worker with most of them takes in a round."""
         return max(int(plan.copies.target_bytes.sum()) + plan.staging_bytes for plan in self.plans)
 
@@ -524,9 +524,9 @@ class PlanReceiver:
         self.touched = False
 
     @property
-    def widest(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes of a round that the worker with most of them takes, of all its models."""
-        return sum(agreement.widest for agreement in tuple(self._exchange.agreements.values()))
+        return sum(agreement.most_bytes for agreement in tuple(self._exchange.agreements.values()))
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -312,7 +312,10 @@ class EngineMachine:
         return effects
 
     def _outlived(self, running: RunningOperation, result: Result, now: float) -> tuple[Effect, ...]:
-        """End of an operation during which the server was launched again: the calls may have met either generation."""
+        """Settle an operation during which the server was launched again; its calls may have met either generation.
+
+        The weights are in doubt; after a receive they are dirty, unless it failed before it changed any.
+        """
         effects: tuple[Effect, ...] = self._learn(w.WeightsDoubted(), now)
         unchanged = isinstance(result, OperationFailed) and not result.dirty
         if isinstance(running.operation, Receive) and not unchanged:
@@ -536,7 +539,7 @@ class EngineMachine:
         return self._unasked(ReleaseServer(None, False, HOLD_S), now)
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
-        """Pause a server that must not generate."""
+        """Pause a running server whose weights are not clean, such as one launched again during a transfer."""
         held_back = self.health is EngineHealth.CLEAN or self.paused is True
         return () if held_back or not self.up else self._unasked(PauseServer(PauseMode.RETRACT.value, HOLD_S), now)
 

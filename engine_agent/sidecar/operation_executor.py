@@ -46,13 +46,13 @@ from weightbus.dataplane.tensors import DigestTable, Manifest
 from weightbus.dataplane.transports import (
     RETURN_S,
     Address,
+    DoubleBuffering,
     LoadedBy,
-    Minding,
     Receiver,
     Remarking,
     Returning,
     Sized,
-    Stager,
+    StallDetector,
     Tabled,
     Timed,
     TransferSession,
@@ -223,7 +223,9 @@ class OperationExecutor:
                 self._worker_health.look(self._generation)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
                 receiver = self._receivers.get(command.transport.value)
-                return OperationDone(double_buffered=isinstance(receiver, Stager) and receiver.can_stage(layout))
+                return OperationDone(
+                    double_buffered=isinstance(receiver, DoubleBuffering) and receiver.can_stage(layout)
+                )
             case PauseServer(mode, deadline_s):
                 self._server.pause(mode, min(deadline_s, CALL_S))
             case ReceiveDoubleBuffered(command, folder):
@@ -334,7 +336,7 @@ class OperationExecutor:
         until = time.monotonic() + command.deadline_s
         session = self._session(command, folder)
         receiver = self._receivers.get(command.offer.transport.value)
-        if isinstance(receiver, Stager):
+        if isinstance(receiver, DoubleBuffering):
             self._active = receiver
             receiver.stage(session, _address(command), self._name, max(until - time.monotonic(), 0.001))
 
@@ -438,7 +440,7 @@ class OperationExecutor:
 
     def _release(self, release: ReleaseServer) -> None:
         """Label last but for the flush, flush before anything generates."""
-        if isinstance(self._active, Stager):
+        if isinstance(self._active, DoubleBuffering):
             self._active.close()  # a second buffer that was not swapped in is dropped
         until = time.monotonic() + release.deadline_s
         self._settle(min(release.deadline_s, RETURN_S))
@@ -455,12 +457,12 @@ class OperationExecutor:
     @property
     def taken(self) -> str:
         """Mode in which the last version was received, where there is a choice."""
-        return next((each.mode for each in self._receivers.values() if isinstance(each, Stager)), "")
+        return next((each.mode for each in self._receivers.values() if isinstance(each, DoubleBuffering)), "")
 
     @property
     def takes(self) -> dict[str, int]:
         """Bytes of a round that the worker with most of them receives, by transport, where plans tell."""
-        sized = ((kind, each.widest) for kind, each in tuple(self._receivers.items()) if isinstance(each, Sized))
+        sized = ((kind, each.most_bytes) for kind, each in tuple(self._receivers.items()) if isinstance(each, Sized))
         return {kind: size for kind, size in sized if size}
 
     @property
@@ -560,7 +562,7 @@ class WorkerHealth:
         """Raise `TransferFailed` where a call to `generation` would be in vain, as known here or to `receiver`."""
         if self._died is not None and self._died[0] == generation:
             raise WorkerDied(self._died[1])
-        if isinstance(receiver, Minding):
+        if isinstance(receiver, StallDetector):
             receiver.require_moving()
 
     def ask(self, generation: str) -> None:

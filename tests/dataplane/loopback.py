@@ -112,7 +112,7 @@ class LoopbackServer:
         self.weights: list[dict[str, bytes]] = [{} for _ in range(tp)]
         self.loads = 0
         self.joins = 0
-        self.entrusted: tuple[tuple[str, ...], bool] = ((), False)
+        self.watched: tuple[tuple[str, ...], bool] = ((), False)
         """The groups that are left by another if this one cannot, and whether they are used."""
         self.stood_still = False
         """So that the other has left those that were used."""
@@ -177,8 +177,8 @@ class LoopbackServer:
         for weights, mine in zip(self.weights, memory, strict=True):
             weights.update(cut(mine, tensors))
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
-        self.entrusted = tuple(groups), used
+    def watch_groups(self, groups: Sequence[str], *, used: bool) -> bool:
+        self.watched = tuple(groups), used
         stood, self.stood_still = self.stood_still, False
         for group in tuple(self._groups) if stood else ():
             self.leave_group(group, 1.0)
@@ -333,13 +333,13 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
+            _say(pid=os.getpid())  # by the child itself: what it says next comes after it
             try:
                 _run(json.loads(line))
             except Exception as error:  # noqa: BLE001  told to the test
                 _say(error=f"{type(error).__name__}: {error}")
             os._exit(0)
         children.append(pid)
-        _say(pid=pid)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

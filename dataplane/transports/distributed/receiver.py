@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 
 
 class DistributedReceiver:
-    """One engine's. Implements `Receiver`, `Remarking` and `Minding`."""
+    """One engine's. Implements `Receiver`, `Remarking` and `StallDetector`."""
 
     def __init__(self, runtime_dir: Path, *, hands_on: bool = True) -> None:
         """`hands_on`: this process takes part itself, where it can."""
@@ -227,7 +227,7 @@ class ServerReceiver(_Member):
         self._doubted |= self._launch != server.launch
         self._launch = server.launch
         if self._held:
-            server.entrust(self._held, used=True)
+            server.watch_groups(self._held, used=True)
 
     def _take_all(self, session: _Session) -> None:
         server, manifest = session.server, session.transfer.manifest
@@ -236,7 +236,7 @@ class ServerReceiver(_Member):
             for group in self._held:
                 self._call(session, f"the server to leave {group}", server.leave_group, group)
             self._held, self._doubted = mine.names, False
-            server.entrust(self._held, used=True)  # before it waits in them
+            server.watch_groups(self._held, used=True)  # before it waits in them
             self._joins = True
             for group in mine.names:
                 where = msgspec.structs.replace(session.address, group=group, world_size=mine.world_size)
@@ -257,13 +257,13 @@ class ServerReceiver(_Member):
                 self._thread = None
             if self._held and (self._joins or self._returns(_RETURN_S)):  # to leave is what ends a join
                 self._leave(server)
-        self._doubted |= not server.entrust(self._held, used=False)
+        self._doubted |= not server.watch_groups(self._held, used=False)
 
     def shutdown(self) -> None:
         """Have the server leave its groups."""
         if self._held and self._server is not None:
             self._leave(self._server)
-            self._server.entrust((), used=False)
+            self._server.watch_groups((), used=False)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None

@@ -35,7 +35,7 @@ _MODEL: Final = 0
 
 
 class SendsReceiver(PlanReceiver):
-    """Implements `Stager` for one engine."""
+    """Implements `DoubleBuffering` for one engine."""
 
     def __init__(self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, *, beside: bool = True) -> None:
         """`beside`: versions may be received while the server generates, where there is memory for it."""

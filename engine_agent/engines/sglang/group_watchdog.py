@@ -49,7 +49,7 @@ class GroupWatchdog:
         self._stalled = False
         """True if it waited so long for a word that it may have left the groups."""
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
+    def watch_groups(self, groups: Sequence[str], *, used: bool) -> bool:
         """Have these groups left when this process ends and, while they are `used`, also when it stalls.
 
         False where earlier groups may have been left, because this process stalled meanwhile. Never raises: a missing
@@ -65,7 +65,7 @@ class GroupWatchdog:
 
     def close(self) -> None:
         """End the watchdog; no group is left by it any more."""
-        self.entrust((), used=False)
+        self.watch_groups((), used=False)
         with self._lock:
             process, self._process = self._process, None
         if process is not None and process.stdin is not None:

@@ -419,9 +419,9 @@ class SGLangServer:
             if refused.status != HTTPStatus.BAD_REQUEST:
                 raise
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
+    def watch_groups(self, groups: Sequence[str], *, used: bool) -> bool:
         """Have the watchdog leave these groups if this process ends or, while they are `used`, stands still."""
-        return self._watchdog.entrust(groups, used=used)
+        return self._watchdog.watch_groups(groups, used=used)
 
     def end_update(self, deadline_s: float = CALL_S) -> None:
         """Close the session, if one is open. Does not tell whether the updates in it worked."""

@@ -28,7 +28,7 @@ def test_groups_that_a_sidecar_has_left_are_left_once(tmp_path: Path, monkeypatc
     send_all(sender, session, pool, PROMPT_S)
     assert isinstance(engine.join(), Receipt)
     sender.close()
-    groups, used = engine.server.entrusted
+    groups, used = engine.server.watched
     assert len(groups) > 1
     assert not used
 
@@ -43,7 +43,7 @@ def test_groups_that_a_sidecar_has_left_are_left_once(tmp_path: Path, monkeypatc
     engine.server.leave_group = slow  # type: ignore[method-assign]
     engine.receiver._server_member._held *= 3  # type: ignore[attr-defined]  # as if it had more stages
     engine.receiver.shutdown()
-    assert engine.server.entrusted == ((), False)
+    assert engine.server.watched == ((), False)
     assert len(asked) == 2
     assert asked[0] > asked[1]
     assert asked[1] < LEAVE_S / 2

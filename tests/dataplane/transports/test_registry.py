@@ -163,12 +163,12 @@ def test_a_session_that_is_called_off_is_not_waited_for(tmp_path: Path) -> None:
     address = sender.offer(session, [Peer("one", 1), Peer("two", 1)])
     engines = [Engine(name, places.receiver("distributed")) for name in ("one", "two")]
     forming, over = threading.Semaphore(0), threading.Event()
-    entrusted: list[tuple[tuple[str, ...], bool]] = []
+    watched: list[tuple[tuple[str, ...], bool]] = []
     for rank, engine in enumerate(engines, 1):
 
         def stands(where: Address, rank_offset: int, deadline_s: float, server: LoopbackServer = engine.server) -> None:
             del where, rank_offset
-            entrusted.append(server.entrusted)
+            watched.append(server.watched)
             forming.release()
             over.wait(deadline_s)
 
@@ -188,9 +188,9 @@ def test_a_session_that_is_called_off_is_not_waited_for(tmp_path: Path) -> None:
     for engine in engines:
         engine.receiver.close()
         assert "called off" in str(engine.join())
-        assert engine.server.entrusted == ((), False)
+        assert engine.server.watched == ((), False)
     own = {((f"weightbus-{session.channel}-1-at{rank}",), True) for rank in (1, 2)}
-    assert set(entrusted) == own, "who dies now would be waited for"
+    assert set(watched) == own, "who dies now would be waited for"
     over.set()
     leads.join(PROMPT_S)
     assert failures

@@ -446,7 +446,7 @@ def test_a_server_of_which_a_worker_stands_still_is_asked_nothing_before_that_go
 class Placed:
     """A receiver whose workers came, said where they are, and took nothing."""
 
-    touched, widest = False, 1
+    touched, most_bytes = False, 1
 
     def __init__(self) -> None:
         self.devices: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from weightbus.dataplane.processes import connections
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.distributed import broadcast_group
 from weightbus.dataplane.transports.distributed.broadcast_group import STILL_S, Behind, Stalled, Stragglers
-from weightbus.dataplane.transports.interface import Minding, Peer, Receipt
+from weightbus.dataplane.transports.interface import Peer, Receipt, StallDetector
 
 from ....kit.waiting import until
 from ...loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted
@@ -127,7 +127,7 @@ def test_a_server_that_does_not_return_is_asked_nothing_more_before_it_does(tmp_
         sender.close()
         return engine.join()
 
-    assert isinstance(engine.receiver, Minding)
+    assert isinstance(engine.receiver, StallDetector)
     engine.receiver.require_moving()
     assert isinstance(run(1, withdrawn=True), TransferFailed)
     with pytest.raises(TransferFailed, match="stands still"):
@@ -219,7 +219,7 @@ def test_an_engine_that_was_only_slow_comes_back_by_itself(tmp_path: Path, monke
     assert "stands still" in sender.failed["slow"]
     assert isinstance(slow.join(), TransferFailed)
     quick.join()  # which may have everything already
-    assert isinstance(slow.receiver, Minding)
+    assert isinstance(slow.receiver, StallDetector)
     receiver = slow.receiver
 
     def moves() -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.shared_memory import BucketBuffers
-from weightbus.dataplane.transports.interface import Address, Minding, Peer, Receipt, Sender
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Sender, StallDetector
 
 from ....kit.waiting import until
 from ...loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted
@@ -24,15 +24,15 @@ def launched_again(engine: Engine) -> None:
 
 def stood_still(engine: Engine) -> None:
     """After its last call of the server, and before it had said that it needs the groups no longer."""
-    entrust = engine.server.entrust
+    watch_groups = engine.server.watch_groups
 
     def stands(groups: Sequence[str], *, used: bool) -> bool:
         if not used:
             engine.server.stood_still = True
-            engine.server.entrust = entrust  # type: ignore[method-assign]
-        return entrust(groups, used=used)
+            engine.server.watch_groups = watch_groups  # type: ignore[method-assign]
+        return watch_groups(groups, used=used)
 
-    engine.server.entrust = stands  # type: ignore[method-assign]
+    engine.server.watch_groups = stands  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -128,7 +128,7 @@ def test_membership_does_not_change_while_the_server_has_not_returned(tmp_path: 
     engine = Engine("e0", places.receiver("distributed"), on_load=stand)
     engine.server.opens = before
     receiver = engine.receiver
-    assert isinstance(receiver, Minding)
+    assert isinstance(receiver, StallDetector)
 
     def call_off() -> None:
         assert inside.wait(PROMPT_S)
@@ -157,7 +157,7 @@ def test_membership_does_not_change_while_the_server_has_not_returned(tmp_path: 
     pool.close()
 
 
-def moves(receiver: Minding) -> bool:
+def moves(receiver: StallDetector) -> bool:
     with contextlib.suppress(TransferFailed):
         receiver.require_moving()
         return True

@@ -34,7 +34,7 @@ for line in sys.stdin:
     if how == "close":
         stand_in.close()
     else:
-        how += "" if stand_in.entrust(groups, used=how == "used") else " left"
+        how += "" if stand_in.watch_groups(groups, used=how == "used") else " left"
     print(how, flush=True)
 """
 AT_ONCE_S = 10.0
@@ -219,13 +219,13 @@ def test_a_stand_in_that_stands_still_is_killed_when_the_sidecar_ends(sidecar: S
 def test_a_stand_in_that_hears_nothing_holds_no_engine_and_is_replaced(server: Server) -> None:
     """Its pipe is full at last: the sidecar goes on without it, and the next groups have another one."""
     made = GroupWatchdog(server.url, Keys(), 3600.0)
-    made.entrust(["one"], used=True)
+    made.watch_groups(["one"], used=True)
     assert made._process is not None
     first = made._process
 
     def say() -> None:
         while made._process is first:
-            made.entrust(["one", "x" * 4000], used=True)
+            made.watch_groups(["one", "x" * 4000], used=True)
 
     os.kill(first.pid, signal.SIGSTOP)
     saying = threading.Thread(target=say, daemon=True)
@@ -245,6 +245,6 @@ def test_no_process_is_started_for_a_server_without_groups() -> None:
 
     before = children()
     made = GroupWatchdog("http://127.0.0.1:9", Keys())
-    made.entrust((), used=False)
+    made.watch_groups((), used=False)
     assert children() == before
     made.close()
