@@ -57,7 +57,7 @@ _ONE_BY_ONE: Final = 8
 _NUMBER: Final = re.compile(r"\d+")
 _ONE: Final = 0.37
 _ANOTHER: Final = -5.21
-"""Stand-ins for the numbers that loaders ask for. The two have nothing in common."""
+"""Placeholders for the numbers that loaders ask for. The two have nothing in common."""
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 

@@ -57,7 +57,7 @@ class ReceiveThread:
         """Set while the scheduler waits in our loader."""
         self._messages, self._unpack = SendMessages.decode(expect.messages), CopyTable.decode(expect.unpack)
         self._targets, self._device, self._rank = targets, device, rank
-        self._inbox: ReceiveQueue | None = None
+        self._queue: ReceiveQueue | None = None
         self._groups = GroupCache()
         if forming is not None:
             self._groups.begin(forming)
@@ -75,7 +75,7 @@ class ReceiveThread:
             self._frames.close()
             raise
         self._bind(beside=False)  # the scheduler stands in our loader, and the others are being asked
-        self._thread = threading.Thread(target=self._run, name="weightbus-taker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weightbus-receive", daemon=True)
         self._thread.start()
 
     @property
@@ -85,9 +85,9 @@ class ReceiveThread:
 
     def swap(self) -> None:
         """Swap the received version in, once. Raises `TransferFailed` when none is complete."""
-        if not self._claim() or self._inbox is None:
+        if not self._claim() or self._queue is None:
             raise TransferFailed("nothing was taken that could be put into place")
-        self._inbox.swap()
+        self._queue.swap()
         self._detach()
 
     def close(self) -> None:
@@ -159,10 +159,10 @@ class ReceiveThread:
                 self._touched = not message.beside
                 binding.result().receive(group, where.turn_s)
 
-            passage = GroupTransfer(
-                where, where.rank, self._device, from_=self._messages.ranks, memory=memory, standing=self._groups
+            transfer = GroupTransfer(
+                where, where.rank, self._device, from_=self._messages.ranks, memory=memory, groups=self._groups
             )
-            seconds = passage.run(move, self._called_off, self._beat, ready=binding.result)  # made while a group forms
+            seconds = transfer.run(move, self._called_off, self._beat, ready=binding.result)  # made while a group forms
         except Exception as error:  # noqa: BLE001 - see above
             self._settle()
             self._detach()
@@ -189,12 +189,12 @@ class ReceiveThread:
         return not self._stuck
 
     def _bound(self, *, beside: bool) -> ReceiveQueue:
-        if self._inbox is None or self._inbox.beside != beside:
+        if self._queue is None or self._queue.beside != beside:
             self._drop()
             engine = copy_engine_for(self._device)
-            self._inbox = ReceiveQueue(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
-        self._inbox.attach()
-        return self._inbox
+            self._queue = ReceiveQueue(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
+        self._queue.attach()
+        return self._queue
 
     def _claim(self) -> bool:
         """Whether a version was received; it belongs to the caller then: the scheduler, or this thread to drop it."""
@@ -204,15 +204,15 @@ class ReceiveThread:
 
     def _detach(self) -> None:
         """Give the memory back to the scheduler."""
-        if self._inbox is not None and not self._stuck:
-            self._inbox.detach()
+        if self._queue is not None and not self._stuck:
+            self._queue.detach()
 
     def _drop(self) -> None:
         if self._stuck:
             return
-        inbox, self._inbox = self._inbox, None
-        if inbox is not None:
-            inbox.close()
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.close()
 
     def _beat(self) -> None:
         try:

@@ -37,7 +37,7 @@ def _asks(path: str, *, skip: int = 0) -> Point:
 POINTS = {
     # A rank of the trainer that sends, and the one that broadcasts.
     "rank_forms": _at("rank", _PAIR_GROUP + "form"),
-    "rank_begins": _at("rank", "weightbus.dataplane.transports.sends.rank_sender:RankSender._mail_of"),
+    "rank_begins": _at("rank", "weightbus.dataplane.transports.sends.rank_sender:RankSender._parts_of"),
     "rank_moves": _at("rank", _PAIR_GROUP + "post", skip=1),
     "rank_is_through": _at("rank", "weightbus.dataplane.transports.sends.message_queues:SendQueue.send", after=True),
     "source_forms": _at("rank", _SENDER + "_form"),

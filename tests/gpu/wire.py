@@ -110,7 +110,7 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
             box = queues.ReceiveQueue(made.messages, made.unpack, [memory], engine, where, beside=True)
         else:
             fill(memory, seed, turned=True)
-            box = queues.SendQueue([queues.Mail(1, messages, pack)], [memory], engine)
+            box = queues.SendQueue([queues.PeerPart(1, messages, pack)], [memory], engine)
         for _ in range(ROUNDS):
             meet(group, where)
             began = time.perf_counter()

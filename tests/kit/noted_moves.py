@@ -22,12 +22,12 @@ class NotedGroup:
 
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
-        self.parcels: list[P2PChunk] = []
+        self.chunks: list[P2PChunk] = []
 
     def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> _Noted:
         number = sum(each.startswith("post") for each in self.notes)
         self.notes.append(f"post {number}")
-        self.parcels += [*sends, *receives]
+        self.chunks += [*sends, *receives]
         return _Noted(self.notes, number)
 
     @contextlib.contextmanager

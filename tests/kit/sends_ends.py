@@ -76,7 +76,7 @@ def doomed(job: dict[str, Any]) -> None:
 
     P2PGroup.form = classmethod(formed)  # type: ignore[method-assign, assignment]
     before(P2PGroup, "post", "moving")
-    before(RankSender, "_mail_of", "begun")
+    before(RankSender, "_parts_of", "begun")
     before(SendQueue, "send", "", "through")
     before(ReceiveThread, "_take", "begun", "through")
     before(ReceiveThread, "swap", "flip", "flipped")

@@ -298,14 +298,14 @@ def _whole(links: Links, placement: Placement, volume: RoundVolume, groups: list
     taken: dict[ForecastTransport, list[int]] = {}
     for group in groups:
         taken.setdefault(group.transport, []).extend(group.gpus)
-    if takers := taken.get(ForecastTransport.DISTRIBUTED):
+    if receiving := taken.get(ForecastTransport.DISTRIBUTED):
         of_sources = {host[gpu] for gpu in range(0, placement.trainer.gpus, placement.trainer.gpus // volume.roots)}
-        far = [gpu for gpu in takers if {host[gpu]} != of_sources]
+        far = [gpu for gpu in receiving if {host[gpu]} != of_sources]
         if far:
             yield load("broadcast over the NIC into GPU", volume.total, nic, far[0])
         else:
             nvlink = rate(links.nvlink, NVLINK_GB_S)
-            yield load("broadcast over NVLink into GPU", volume.total, nvlink, takers[0])
+            yield load("broadcast over NVLink into GPU", volume.total, nvlink, receiving[0])
     if ForecastTransport.LOCAL in taken:
         yield load("buckets read from GPU", volume.total, rate(links.device, DEVICE_GB_S))
     if ForecastTransport.DISK in taken:

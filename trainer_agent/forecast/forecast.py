@@ -110,9 +110,9 @@ class Forecast:
 
     def _volume(self, fleet: FleetSpec, placement: Placement) -> RoundVolume:
         held, trainer = self._trainer_shards(fleet.trainer), fleet.trainer
-        parcels = np.zeros(trainer.gpus, np.int64)
+        gathered = np.zeros(trainer.gpus, np.int64)
         found = gathered_bytes(self.tensors, held)
-        parcels[: len(found)] = found
+        gathered[: len(found)] = found
         # Stages that broadcast gather their own tensors in parallel; for files and buckets rank 0 gathers all of them.
         staged = {group.transport for group in placement.groups if not group.transport.sends_shards} == {
             ForecastTransport.DISTRIBUTED
@@ -122,7 +122,7 @@ class Forecast:
         ranks = np.arange(trainer.gpus)
         beside = (ranks // trainer.gpus_per_host == roots // trainer.gpus_per_host) & (ranks != roots)
         beyond = ranks // trainer.gpus_per_host != roots // trainer.gpus_per_host
-        near, far = (np.bincount(roots, weights=parcels * chosen).max() for chosen in (beside, beyond))
+        near, far = (np.bincount(roots, weights=gathered * chosen).max() for chosen in (beside, beyond))
         return RoundVolume(
             total=self.tensors.total,
             tensors=len(self.tensors.specs),

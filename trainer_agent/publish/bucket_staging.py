@@ -199,7 +199,7 @@ class BucketStaging:
         return self._table
 
     def adopt(self, table: DigestTable) -> None:
-        """Replace the table, in a catch-up, by the committed one of the same tensors, made for other engines.
+        """Replace the table, in a resync, by the committed one of the same tensors, made for other engines.
 
         Raises `ValueError` when it is of other tensors.
         """

@@ -64,7 +64,7 @@ class GroupCache:
         if keep_s <= 0 or group.broken:
             return group.close()
         timer = threading.Timer(keep_s + SLACK_S, self._drop, ([name],))
-        timer.name, timer.daemon = "weightbus-standing", True
+        timer.name, timer.daemon = "weightbus-group-cache", True
         with self._lock:
             self._kept[name] = _Kept(group, time.monotonic() + keep_s, timer)
         timer.start()
@@ -236,18 +236,18 @@ class GroupTransfer:
         to: frozenset[int] = NO_RANKS,
         from_: frozenset[int] = NO_RANKS,
         memory: Sequence[torch.Tensor] = (),
-        standing: GroupCache | None = None,
+        groups: GroupCache | None = None,
         others: Collection[str] = (),
     ) -> None:
         """`to` and `from_` are the members that messages are exchanged with, which lie in `memory`.
 
-        The group may be one that `standing` has, and is kept there; of the groups that it has, `others` stay, too.
+        The group may be one that `groups` has, and is kept there; of the groups that it has, `others` stay, too.
         """
         self._where = where
         self._rank = rank
         self._device = device
         self._to, self._from, self._memory = to, from_, memory
-        self._standing = standing or GroupCache()
+        self._groups = groups or GroupCache()
         self._others = others
 
     def run(
@@ -310,14 +310,14 @@ class GroupTransfer:
                     time.sleep(_SAY_FIRST_S)
                 group.abort(str(error) or type(error).__name__)
         if outcome.error is None and isinstance(group, P2PGroup):
-            self._standing.keep(self._where.name, group, self._where.keep_s)
+            self._groups.keep(self._where.name, group, self._where.keep_s)
         outcome.over.set()
         if group is not None and (outcome.error is not None or isinstance(group, NixlGroup)):
             group.close()
 
     def _join(self) -> P2PGroup | NixlGroup:
         where = msgspec.structs.replace(self._where, rank=self._rank)
-        known = self._standing.take(where.name, self._others)
+        known = self._groups.take(where.name, self._others)
         if where.stands:
             if known is None:
                 raise PeerLost(f"group {where.name} is not here any more")

@@ -28,7 +28,7 @@ QueuePair: TypeAlias = P2PGroup | NixlGroup
 
 
 @dataclass(frozen=True, eq=False)
-class Mail:
+class PeerPart:
     """What one engine worker is sent: `SendSchedule.of_holder`."""
 
     peer: int
@@ -40,24 +40,24 @@ class Mail:
 class SendQueue:
     """Bound to memory. Used from one thread; the memory is read during `send` and at no other time."""
 
-    def __init__(self, mail: Sequence[Mail], regions: Sequence[torch.Tensor], engine: CopyEngine) -> None:
+    def __init__(self, parts: Sequence[PeerPart], regions: Sequence[torch.Tensor], engine: CopyEngine) -> None:
         """Raises `ManifestError` for what reaches out of its region."""
-        everything, pack, peer = _joined(mail)
+        everything, pack, peer = _joined(parts)
         everything.check(sizes_of(regions), sending=True)
         at, self.staging_bytes = everything.places(everything.source == NOWHERE, by_chunk=True)
         at, self.staging_bytes = shared_out(at, self.staging_bytes, everything)
         device = regions[0].device if len(regions) else torch.device("cpu")
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
         self._vacated = DeviceFence(device)
-        """As an inbox's."""
+        """As `ReceiveQueue._vacated`."""
         placed = replace(pack, target=np.zeros_like(pack.target), target_at=pack.target_at + at[pack.target])
         placed.check(sizes_of(regions), np.array([self.staging_bytes]))
         self.memory = (self._staging, *regions)
         """All that messages may lie in."""
-        parts = engine.prepare_parts(placed, everything.chunk[pack.target], regions, [self._staging])
+        packs = engine.prepare_parts(placed, everything.chunk[pack.target], regions, [self._staging])
         self.nbytes = int(everything.nbytes.sum())
         """Of all messages."""
-        self._packs: list[PreparedCopies | None] = [parts.get(turn) for turn in range(everything.chunks)]
+        self._packs: list[PreparedCopies | None] = [packs.get(turn) for turn in range(everything.chunks)]
         self._sends: list[list[P2PChunk]] = [[] for _ in self._packs]
         begins = np.where(everything.source == NOWHERE, at, everything.source_at)
         columns = (everything.chunk, everything.source, begins, everything.nbytes, peer)
@@ -94,15 +94,15 @@ def shared_out(at: Column, nbytes: int, messages: SendMessages) -> tuple[Column,
     return at + messages.chunk % UNDER_WAY * nbytes, nbytes * parts
 
 
-def _joined(mail: Sequence[Mail]) -> tuple[SendMessages, CopyTable, Column]:
+def _joined(parts: Sequence[PeerPart]) -> tuple[SendMessages, CopyTable, Column]:
     """All messages and rows, and the peer of each message."""
-    before = np.cumsum([0, *(len(each.messages) for each in mail)])
+    before = np.cumsum([0, *(len(each.messages) for each in parts)])
     packs = [
         replace(each.pack, target=each.pack.target + first).numbers()
-        for each, first in zip(mail, before.tolist(), strict=False)
+        for each, first in zip(parts, before.tolist(), strict=False)
     ]
-    messages = np.concatenate([SendMessages.decode(b"").numbers(), *(each.messages.numbers() for each in mail)])
-    peer = np.concatenate([np.full(len(each.messages), each.peer) for each in mail] or [np.empty(0, np.int64)])
+    messages = np.concatenate([SendMessages.decode(b"").numbers(), *(each.messages.numbers() for each in parts)])
+    peer = np.concatenate([np.full(len(each.messages), each.peer) for each in parts] or [np.empty(0, np.int64)])
     joined = CopyTable.of_numbers(np.concatenate([CopyTable.empty().numbers(), *packs]))
     return SendMessages(*(messages[:, column] for column in range(messages.shape[1]))), joined, peer
 
@@ -163,7 +163,7 @@ class ReceiveQueue:
         """By turn."""
         for turn, *place in places:
             self._places[turn].append(place)
-        self._kept = None if beside else [self._parcels(self._staging, each) for each in self._places]
+        self._kept = None if beside else [self._receives(self._staging, each) for each in self._places]
         """What is received where it stays. Views of a buffer are made as they are posted: a thousand take some ms."""
 
     @property
@@ -208,7 +208,7 @@ class ReceiveQueue:
         for turn, unpack in enumerate(self._unpacks):
             if len(under_way) == limit:
                 self._arrived(group, *under_way.popleft(), turn_s)
-            receives = self._kept[turn] if self._kept is not None else self._parcels(staging, places[turn])
+            receives = self._kept[turn] if self._kept is not None else self._receives(staging, places[turn])
             under_way.append((group.post((), receives), unpack))
         while under_way:
             self._arrived(group, *under_way.popleft(), turn_s)
@@ -234,7 +234,7 @@ class ReceiveQueue:
         self._swap, self._unpacks, self._places, self._kept = None, [], [], None
         self._staging = None
 
-    def _parcels(self, staging: torch.Tensor, places: Sequence[Sequence[int]]) -> list[P2PChunk]:
+    def _receives(self, staging: torch.Tensor, places: Sequence[Sequence[int]]) -> list[P2PChunk]:
         """What is received in a turn. They keep the memory that they lie in."""
         found: list[P2PChunk] = []
         for holder, nbytes, target, target_at, begin, aside in places:

@@ -45,7 +45,7 @@ class RankHello(WireMessage, frozen=True, tag="RankHello"):
     epoch: int
     rank: int
     known: tuple[str, ...]
-    """The parts that it still has: `SentLetters.schedule`."""
+    """The parts that it still has: `SchedulePart.schedule`."""
     groups: tuple[str, ...] = ()
     """Groups that it still has."""
     nccl_gpu_id: str = msgspec.field(default="", name="seat")
@@ -89,7 +89,7 @@ class Forms(WireMessage, frozen=True, tag="Forms"):
     """Receiver: its workers have begun to join `Invited.form`."""
 
 
-class SentLetters(WireMessage, frozen=True, tag="Letters"):
+class SchedulePart(WireMessage, frozen=True, tag="Letters"):
     """What one rank of the trainer sends to one worker. The tables are left out where the rank has them."""
 
     peer: int
@@ -104,7 +104,7 @@ class BeginSends(WireMessage, frozen=True, omit_defaults=True, tag="Begin"):
     """Sender: join the group, and move."""
 
     group: Group
-    letters: tuple[SentLetters, ...] = ()
+    parts: tuple[SchedulePart, ...] = msgspec.field(default=(), name="letters")
     """For ranks of the trainer."""
     others: tuple[str, ...] = ()
     """The groups that a rank of the trainer keeps beside this one. A worker has no others."""

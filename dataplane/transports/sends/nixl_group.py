@@ -286,9 +286,9 @@ class _Reads:
         self._group.await_posts(self._mine, self._theirs, deadline)
 
 
-def _by_peer(parcels: Sequence[P2PChunk]) -> dict[int, list[torch.Tensor]]:
+def _by_peer(chunks: Sequence[P2PChunk]) -> dict[int, list[torch.Tensor]]:
     found: dict[int, list[torch.Tensor]] = {}
-    for each in parcels:
+    for each in chunks:
         found.setdefault(each.peer, []).append(each.memory)
     return found
 

@@ -107,7 +107,7 @@ class PlanAgreement:
         return self._schedules[plan]
 
     def make_ready(self, plan: str, holders: Iterable[int], pair_bytes: int, alone_bytes: int) -> None:
-        """Do now what `check` and `letters` would do, as far as there is room for it."""
+        """Do now what `check` and `parts_of` would do, as far as there is room for it."""
         made = self.schedule(plan, pair_bytes, alone_bytes)
         made.digest()
         for holder in holders:
@@ -129,16 +129,16 @@ class PlanAgreement:
                     "run one version of weightbus"
                 )
 
-    def letters(
+    def parts_of(
         self,
         holder: int,
         known: Collection[str],
         peers: Sequence[tuple[int, str]],
         pair_bytes: int,
         alone_bytes: int,
-    ) -> tuple[wire.SentLetters, ...]:
+    ) -> tuple[wire.SchedulePart, ...]:
         """What a holder sends to `peers`, each a rank of the group and its plan. What it has `known` is only named."""
-        found: list[wire.SentLetters] = []
+        found: list[wire.SchedulePart] = []
         named = set(known)
         for peer, plan in peers:
             made = self.schedule(plan, pair_bytes, alone_bytes)
@@ -146,10 +146,10 @@ class PlanAgreement:
             part = None if key in self._names else self._part(plan, made, holder)
             name = self._names[key]
             if name in named:
-                found.append(wire.SentLetters(peer=peer, schedule=name))
+                found.append(wire.SchedulePart(peer=peer, schedule=name))
                 continue
             messages, pack = self._ready.get(key) or part or self._part(plan, made, holder)
-            found.append(wire.SentLetters(peer=peer, schedule=name, messages=messages, pack=pack))
+            found.append(wire.SchedulePart(peer=peer, schedule=name, messages=messages, pack=pack))
             named.add(name)
         return tuple(found)
 

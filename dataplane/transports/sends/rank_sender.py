@@ -22,7 +22,7 @@ from ..interface import Address
 from ..sessions import reason_of
 from . import messages as wire
 from .group_transfer import GroupCache, GroupForming, GroupTransfer
-from .message_queues import Mail, SendQueue
+from .message_queues import PeerPart, SendQueue
 
 _LOG: Final = logging.getLogger(__name__)
 _PACKET_S = 10.0
@@ -32,12 +32,12 @@ _END_S = 10.0
 
 
 class _Bound(NamedTuple):
-    """An outbox, and what it was made from."""
+    """A send queue, and what it was made from."""
 
     addressed: tuple[tuple[int, str], ...]
     """Peers, and the name of what each is sent."""
     regions: tuple[torch.Tensor, ...]
-    outbox: SendQueue
+    queue: SendQueue
 
 
 class _Part(NamedTuple):
@@ -47,8 +47,8 @@ class _Part(NamedTuple):
     pack: CopyTable
 
     @classmethod
-    def of(cls, letters: wire.SentLetters) -> _Part:
-        return cls(SendMessages.decode(letters.messages), CopyTable.decode(letters.pack))
+    def of(cls, part: wire.SchedulePart) -> _Part:
+        return cls(SendMessages.decode(part.messages), CopyTable.decode(part.pack))
 
 
 class _Kept:
@@ -58,15 +58,15 @@ class _Kept:
         self.parts: dict[str, _Part] = {}
         """By name."""
         self.bound: _Bound | None = None
-        self.standing = GroupCache()
+        self.groups = GroupCache()
 
     def unbind(self) -> None:
         if self.bound is not None:
-            self.bound.outbox.close()
+            self.bound.queue.close()
             self.bound = None
 
     def let_go(self) -> None:
-        self.standing.discard()
+        self.groups.discard()
         self.unbind()
         self.parts = {}
 
@@ -152,18 +152,20 @@ class RankSender:
             device = regions[0].device if regions else torch.device("cpu")
             hello = wire.RankHello(
                 channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(kept.parts),
-                groups=kept.standing.names, nccl_gpu_id=nccl_gpu_id_here(device_name(device)),
+                groups=kept.groups.names, nccl_gpu_id=nccl_gpu_id_here(device_name(device)),
             )  # fmt: skip
             wire.RECEIVER.say(frames, hello, deadline)
             begin = self._begun(frames, session, device, deadline)
-            where, mail = begin.group, self._mail_of(kept, begin.letters)
-            bound = binding = BackgroundInit(lambda: _outbox_of(kept, mail, begin.letters, regions), late=session.end)
-            memory = bound.result().memory if where.nixl else ()  # which the group has to know
-            to = frozenset(each.peer for each in mail if len(each.messages))
-            passage = GroupTransfer(
-                where, where.rank, device, to=to, memory=memory, standing=kept.standing, others=begin.others
+            where, parts = begin.group, self._parts_of(kept, begin.parts)
+            bound = binding = BackgroundInit(
+                lambda: _send_queue_of(kept, parts, begin.parts, regions), late=session.end
             )
-            seconds = passage.run(
+            memory = bound.result().memory if where.nixl else ()  # which the group has to know
+            to = frozenset(each.peer for each in parts if len(each.messages))
+            transfer = GroupTransfer(
+                where, where.rank, device, to=to, memory=memory, groups=kept.groups, others=begin.others
+            )
+            seconds = transfer.run(
                 lambda group: bound.result().send(group, where.turn_s),
                 lambda: "this rank has gone on" if stop.is_set() else wire.over(frames),
                 lambda: wire.beat(frames),
@@ -181,7 +183,7 @@ class RankSender:
         finally:
             if frames is not None:
                 if session.failure:
-                    kept.standing.call_off()
+                    kept.groups.call_off()
                     _tell(frames, f"rank {self._rank}: {session.failure}", less=less)
                     frames.close()
                 else:
@@ -192,7 +194,7 @@ class RankSender:
     def _begun(self, frames: MacFrames, session: _Session, device: torch.device, deadline: Deadline) -> wire.BeginSends:
         message = self._next(frames, deadline, session.stop)
         if isinstance(message, wire.Form):
-            session.kept.standing.begin(GroupForming(message.group, device))
+            session.kept.groups.begin(GroupForming(message.group, device))
             message = self._next(frames, deadline, session.stop)
         if not isinstance(message, wire.BeginSends):
             raise PeerLost(f"the sender did not begin: {reason_of(message)}")
@@ -206,26 +208,26 @@ class RankSender:
                 raise PeerLost("this rank has gone on")
         return wire.RECEIVER.hear(frames, deadline, "the sender to begin")
 
-    def _mail_of(self, kept: _Kept, letters: Sequence[wire.SentLetters]) -> list[Mail]:
+    def _parts_of(self, kept: _Kept, told: Sequence[wire.SchedulePart]) -> list[PeerPart]:
         """The messages of each worker."""
-        for each in letters:
+        for each in told:
             if each.messages or each.schedule not in kept.parts:
                 kept.parts[each.schedule] = _Part.of(each)
-        kept.parts = {each.schedule: kept.parts[each.schedule] for each in letters}
-        return [Mail(each.peer, part.messages, part.pack) for each in letters for part in [kept.parts[each.schedule]]]
+        kept.parts = {each.schedule: kept.parts[each.schedule] for each in told}
+        return [PeerPart(each.peer, part.messages, part.pack) for each in told for part in [kept.parts[each.schedule]]]
 
 
-def _outbox_of(
-    kept: _Kept, mail: Sequence[Mail], letters: Sequence[wire.SentLetters], regions: tuple[torch.Tensor, ...]
+def _send_queue_of(
+    kept: _Kept, parts: Sequence[PeerPart], told: Sequence[wire.SchedulePart], regions: tuple[torch.Tensor, ...]
 ) -> SendQueue:
-    """The outbox of this mail; the one of the last epoch if nothing is new."""
-    addressed = tuple((each.peer, each.schedule) for each in letters)
+    """The send queue of `parts`; that of the last epoch if nothing is new."""
+    addressed = tuple((each.peer, each.schedule) for each in told)
     known = kept.bound
     if known is not None and known.addressed == addressed and known.regions is regions:
-        return known.outbox
+        return known.queue
     kept.unbind()
     device = regions[0].device if regions else torch.device("cpu")
-    made = SendQueue(mail, regions, copy_engine_for(device))
+    made = SendQueue(parts, regions, copy_engine_for(device))
     kept.bound = _Bound(addressed, regions, made)
     return made
 

@@ -415,21 +415,21 @@ class SendsSender(SenderState):
     def _begin(self) -> None:
         """Give every member its rank: the trainer's first, then the engines' workers in the order of their names."""
         first = len(self._ranks)
-        letters: list[tuple[int, str]] = []
+        peers: list[tuple[int, str]] = []
         offsets: dict[str, int] = {}
         for name in sorted(self._engines):
             prepared = self._engines[name].prepared
             assert prepared is not None
-            offsets[name] = first + len(letters)
-            letters += [(first + len(letters) + at, plan) for at, plan in enumerate(prepared.plans)]
-        size = first + len(letters)
+            offsets[name] = first + len(peers)
+            peers += [(first + len(peers) + at, plan) for at, plan in enumerate(prepared.plans)]
+        size = first + len(peers)
         self._stood.turn_to(self._version)
-        stands = self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
+        stands = self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(peers)))
         group = self._group(size, 0, self._formed.name, self._store, stands=stands)
         told = [
-            (end, wire.BeginSends(group=seen_by(holder, group), letters=mail, others=self._stood.names))
+            (end, wire.BeginSends(group=seen_by(holder, group), parts=parts, others=self._stood.names))
             for holder, end in self._ranks.items()
-            for mail in [self._plans.letters(holder, end.known, letters, *self._cut)]
+            for parts in [self._plans.parts_of(holder, end.known, peers, *self._cut)]
         ]
         told += [(end, wire.BeginSends(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True

@@ -33,7 +33,13 @@ from weightbus.dataplane.reshard.send_schedule import (
 )
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Column, Shard, Shards, ShardView, contiguous_strides
-from weightbus.dataplane.transports.sends.message_queues import UNDER_WAY, Mail, ReceiveQueue, SendQueue, beside_bytes
+from weightbus.dataplane.transports.sends.message_queues import (
+    UNDER_WAY,
+    PeerPart,
+    ReceiveQueue,
+    SendQueue,
+    beside_bytes,
+)
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
 
 from .test_reshard_plan import TENSORS, cut, exported, fill, joined, layouts, random_values, recording_of, sizes
@@ -126,7 +132,7 @@ def outboxes(plans: list[ReshardPlan], made: list[SendSchedule], memories: list[
     return [
         SendQueue(
             [
-                Mail(len(memories) + at, *each.of_rank(rank, plan))
+                PeerPart(len(memories) + at, *each.of_rank(rank, plan))
                 for at, (plan, each) in enumerate(zip(plans, made, strict=True))
             ],
             [memory.view(torch.uint8)],

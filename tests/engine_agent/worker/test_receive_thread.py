@@ -155,12 +155,12 @@ def test_a_version_that_was_called_off_is_not_put_into_place(sidecar: Sidecar) -
 def test_a_version_that_was_called_off_leaves_its_memory_to_the_scheduler(sidecar: Sidecar) -> None:
     """When the next version comes is unknown; before it the worker is asked whether there is room."""
     assert isinstance(sidecar.take(), wire.Taken)
-    assert sidecar.taker._inbox is not None
-    assert sidecar.taker._inbox.memory
+    assert sidecar.taker._queue is not None
+    assert sidecar.taker._queue.memory
     sidecar.say(wire.Failed(reason="another worker has died"))
     sidecar.say(wire.Weigh())
     assert isinstance(sidecar.hear(), wire.Room)
-    assert sidecar.taker._inbox.memory == ()
+    assert sidecar.taker._queue.memory == ()
     assert isinstance(sidecar.take(), wire.Taken)
     sidecar.taker.swap()
     assert (sidecar.parameter == SENT).all()
@@ -170,11 +170,11 @@ def test_what_is_being_put_into_place_is_not_let_go_of(sidecar: Sidecar, monkeyp
     """The trainer may be gone before the scheduler is through with it."""
     swap = ReceiveQueue.swap
 
-    def called_off(inbox: ReceiveQueue) -> None:
+    def called_off(queue: ReceiveQueue) -> None:
         sidecar.say(wire.Failed(reason="the sender is gone"))
         sidecar.say(wire.Weigh())
         assert isinstance(sidecar.hear(), wire.Room)
-        swap(inbox)
+        swap(queue)
 
     monkeypatch.setattr(ReceiveQueue, "swap", called_off)
     assert isinstance(sidecar.take(), wire.Taken)
@@ -192,8 +192,8 @@ def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
         failed = sidecar.take()
     assert isinstance(failed, wire.Failed)
     assert (failed.reason, failed.touched) == ("TransferFailed: a rank has died", False)
-    assert sidecar.taker._inbox is not None
-    assert sidecar.taker._inbox.memory == ()
+    assert sidecar.taker._queue is not None
+    assert sidecar.taker._queue.memory == ()
     with pytest.raises(TransferFailed, match="nothing was taken"):
         sidecar.taker.swap()
     assert isinstance(sidecar.take(), wire.Taken)
@@ -226,8 +226,8 @@ def test_a_thread_that_is_stuck_in_its_memory_is_left_with_it(
     """The sidecar hears why, the scheduler is not held, and nothing is let go of that may be written yet."""
     assert isinstance(sidecar.take(), wire.Taken)
     sidecar.taker.swap()
-    begun, released, inbox = threading.Event(), threading.Event(), sidecar.taker._inbox
-    assert inbox is not None
+    begun, released, queue = threading.Event(), threading.Event(), sidecar.taker._queue
+    assert queue is not None
     attach, closed = ReceiveQueue.attach, list[str]()
 
     def for_ever(of: ReceiveQueue) -> None:
@@ -244,7 +244,7 @@ def test_a_thread_that_is_stuck_in_its_memory_is_left_with_it(
     assert "bound to memory" in failed.reason
     until(lambda: not sidecar.taker.alive, "the thread to end")
     sidecar.taker.close()
-    assert inbox.memory, "it is the stuck thread's"
+    assert queue.memory, "it is the stuck thread's"
     assert not closed
     released.set()
 
@@ -272,7 +272,7 @@ def test_a_scheduler_that_goes_on_breaks_off_what_is_received(
     sidecar.taker.close()
     assert reasons == ["this worker has gone on"]
     assert not sidecar.taker._thread.is_alive()
-    assert sidecar.taker._inbox is None
+    assert sidecar.taker._queue is None
 
 
 def test_a_sidecar_that_goes_away_ends_what_is_received_and_the_thread(

@@ -293,15 +293,15 @@ def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: py
     Nor for their schedules, nor for the ranks to be told what they send, and to bind what they pack by. That of another
     GPU gives plans and schedules other names.
     """
-    made: dict[str, list[object]] = {"plan": [], "schedule": [], "letters": [], "outbox": []}
+    made: dict[str, list[object]] = {"plan": [], "schedule": [], "parts": [], "send queue": []}
 
     def counted(what: str, real: Any) -> Any:
         return lambda *given: (made[what].append(given), real(*given))[1]
 
     monkeypatch.setattr(agreed_plans, "make_plan", counted("plan", make_plan))
     monkeypatch.setattr(agreed_plans, "make_send_schedule", counted("schedule", agreed_plans.make_send_schedule))
-    monkeypatch.setattr(rank_sends._Part, "of", counted("letters", rank_sends._Part.of))
-    monkeypatch.setattr(rank_sends, "SendQueue", counted("outbox", rank_sends.SendQueue))
+    monkeypatch.setattr(rank_sends._Part, "of", counted("parts", rank_sends._Part.of))
+    monkeypatch.setattr(rank_sends, "SendQueue", counted("send queue", rank_sends.SendQueue))
     monkeypatch.setattr(worker_state, "device_name", lambda _: "one")
     monkeypatch.setattr(worker_state, "readable_peers", lambda _: ("cpu",))
     monkeypatch.setattr(worker_state, "nccl_gpu_id_here", lambda _: "")
@@ -309,7 +309,7 @@ def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: py
     known = set(world.trainer.sends._plans.digests)
     before = {what: len(each) for what, each in made.items()}
     workers, ranks = world.server.tp, len(world.trainer.sending)
-    assert before == {"plan": workers, "schedule": workers, "letters": workers * ranks, "outbox": ranks}
+    assert before == {"plan": workers, "schedule": workers, "parts": workers * ranks, "send queue": ranks}
     for each in worker_loader._states.values():
         each._device_name = "another"
     world.receiver.shutdown()

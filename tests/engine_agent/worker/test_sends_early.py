@@ -112,7 +112,7 @@ def test_a_rank_that_cannot_join_ends_the_attempt(world: SendsWorld, monkeypatch
         take = standing.GroupCache.take
 
         def lost(self: standing.GroupCache, *which: Any) -> Any:
-            if self is world.trainer.sending[1]._session.kept.standing:
+            if self is world.trainer.sending[1]._session.kept.groups:
                 self.call_off()
             return take(self, *which)
 

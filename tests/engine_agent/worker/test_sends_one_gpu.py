@@ -124,10 +124,10 @@ def test_an_engine_that_takes_turns_has_a_group_of_its_own_that_stays(crowd: Cro
     assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
     assert holds(crowd.world.server, crowd.world.trainer.values)
     assert holds(crowd.server, crowd.world.trainer.values)
-    standings = [rank._session.kept.standing for rank in crowd.world.trainer.sending]
+    caches = [rank._session.kept.groups for rank in crowd.world.trainer.sending]
     for version, groups in ((5, 2), (6, 1)):
         turns(crowd, version, "e")
-        until(lambda: {len(each.names) for each in standings} == {groups}, f"{groups} groups to stay", WAIT_S)  # noqa: B023
+        until(lambda: {len(each.names) for each in caches} == {groups}, f"{groups} groups to stay", WAIT_S)  # noqa: B023
     turns(crowd, 7, "e", "f")
     assert len(set(formed)) == 3
 
@@ -154,7 +154,7 @@ def test_an_engine_that_needs_a_new_group_costs_the_others_in_turn_nothing(
         crowd.receiver = SendsReceiver(crowd.world.runtime)
     else:
         take, lost = standing.GroupCache.take, formed[-1]
-        ranks = [rank._session.kept.standing for rank in crowd.world.trainer.sending]
+        ranks = [rank._session.kept.groups for rank in crowd.world.trainer.sending]
 
         def lose(self: standing.GroupCache, *which: Any) -> Any:
             if lost in self.names and self not in ranks:

@@ -169,7 +169,7 @@ def test_an_engine_that_lost_the_group_after_all_costs_one_attempt(
     take, left = standing.GroupCache.take, [1]
 
     def lose(self: standing.GroupCache, *which: Any) -> Any:
-        if left[0] and self in ([world.trainer.sending[1]._session.kept.standing] if who == "a rank" else takers()):
+        if left[0] and self in ([world.trainer.sending[1]._session.kept.groups] if who == "a rank" else takers()):
             left[0] -= 1
             self.discard()
         return take(self, *which)
@@ -198,17 +198,17 @@ def test_a_rank_that_is_stuck_touches_nothing_of_its_next_epoch(
     world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is given up after a while; what it does when it goes on at last is its own end."""
-    stuck, released, mail_of = threading.Event(), threading.Event(), RankSender._mail_of
+    stuck, released, parts_of = threading.Event(), threading.Event(), RankSender._parts_of
 
     def slow(*arguments: Any) -> Any:
         if threading.current_thread() is rank._session.thread and not stuck.is_set():
             stuck.set()
             released.wait(WAIT_S)
-        return mail_of(*arguments)
+        return parts_of(*arguments)
 
     rank = world.trainer.sending[1]
     monkeypatch.setattr(rank_sends, "_END_S", 0.1)
-    monkeypatch.setattr(RankSender, "_mail_of", slow)
+    monkeypatch.setattr(RankSender, "_parts_of", slow)
     world.epoch += 1
     session = world.trainer.session(world.epoch)
     taken = world.receive(session, "e", world.offer(session))

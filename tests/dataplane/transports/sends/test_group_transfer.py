@@ -18,7 +18,7 @@ from weightbus.dataplane.errors import ChunkTimeout, DataplaneError, OutOfStagin
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends import group_transfer as passage
+from weightbus.dataplane.transports.sends import group_transfer as transfers
 from weightbus.dataplane.transports.sends.group_transfer import GroupCache, GroupTransfer
 from weightbus.dataplane.transports.sends.message_queues import QueuePair
 from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
@@ -104,14 +104,14 @@ class Toy(P2PGroup):
 
 
 class Course:
-    """One passage over a toy, and what happened in order."""
+    """One transfer over a toy, and what happened in order."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
         self.group: P2PGroup | NixlGroup = Toy(self.said)
         self.form, self.joining = threading.Event(), threading.Event()
         """It has formed; somebody waits for that."""
-        self.standing = GroupCache()
+        self.groups = GroupCache()
         self.asked: dict[str, Any] = {}
         self.form.set()
 
@@ -127,7 +127,7 @@ class Course:
         does = {"move": self.move, "called_off": str, "beat": lambda: None, **does}
         where = msgspec.structs.replace(group(1, 1, 0), stands=stands, keep_s=LONG_S, form_s=form_s)
         try:
-            GroupTransfer(where, 0, torch.device("cpu"), standing=self.standing, others=others).run(**does)
+            GroupTransfer(where, 0, torch.device("cpu"), groups=self.groups, others=others).run(**does)
         except DataplaneError as error:
             self.said.append(f"raised: {error}")
             raise
@@ -144,11 +144,11 @@ class Course:
 @pytest.fixture
 def course(monkeypatch: pytest.MonkeyPatch) -> Iterator[Course]:
     made = Course()
-    monkeypatch.setattr(passage, "join", made.join)
+    monkeypatch.setattr(transfers, "join", made.join)
     yield made
     made.form.set()
     made.over()
-    made.standing.discard()
+    made.groups.discard()
 
 
 def test_a_group_in_which_all_has_moved_is_kept_before_any_member_hears_of_it(
@@ -157,17 +157,17 @@ def test_a_group_in_which_all_has_moved_is_kept_before_any_member_hears_of_it(
     """The next epoch may begin at once, and use it; those of other turns stay beside it, and no others."""
     keep = GroupCache.keep
 
-    def slowly(standing: GroupCache, *arguments: Any) -> None:
+    def slowly(groups: GroupCache, *arguments: Any) -> None:
         time.sleep(0.2)
-        keep(standing, *arguments)
+        keep(groups, *arguments)
 
     for name in ("of another turn", "of nobody"):
-        course.standing.keep(name, Toy([]), LONG_S)
+        course.groups.keep(name, Toy([]), LONG_S)
     monkeypatch.setattr(GroupCache, "keep", slowly)
     course.run(others=("of another turn",))
-    assert course.standing.names == ("of another turn", "g")
+    assert course.groups.names == ("of another turn", "g")
     course.run(stands=True, others=())
-    assert course.standing.names == ("g",)
+    assert course.groups.names == ("g",)
     assert course.said == ["formed", "moved", "returned", "moved", "returned"]
 
 
@@ -177,7 +177,7 @@ def test_a_group_connects_members_that_exchange_messages(course: Course) -> None
     ends = frozenset({3, 4}), frozenset({5})
     where = msgspec.structs.replace(group(1, 6, 2), keep_s=LONG_S)
     made = GroupTransfer(
-        where, 2, torch.device("cpu"), to=ends[0], from_=ends[1], memory=memory, standing=course.standing
+        where, 2, torch.device("cpu"), to=ends[0], from_=ends[1], memory=memory, groups=course.groups
     )  # fmt: skip
     made.run(course.move, str, lambda: None)
     assert course.asked == {"rank": 2, "to": ends[0], "from_": ends[1], "memory": memory}
@@ -196,7 +196,9 @@ def test_a_member_that_is_not_ready_says_why_before_the_others_see_it_break(
 ) -> None:
     """They wait in the group; what they would make of its end is that this process has died."""
     heard = threading.Event()
-    monkeypatch.setattr(passage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: heard.wait(FORM_S)))
+    monkeypatch.setattr(
+        transfers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: heard.wait(FORM_S))
+    )
 
     def ready() -> None:
         raise torch.OutOfMemoryError("no room")
@@ -206,7 +208,7 @@ def test_a_member_that_is_not_ready_says_why_before_the_others_see_it_break(
     heard.set()
     course.over()
     assert course.said == ["formed", "raised: no room", "broken: no room"]
-    assert course.standing.names == ()
+    assert course.groups.names == ()
 
 
 def test_a_member_that_fails_while_messages_move_breaks_the_group_first(course: Course) -> None:
@@ -219,7 +221,7 @@ def test_a_member_that_fails_while_messages_move_breaks_the_group_first(course: 
         course.run(move=move)
     course.over()
     assert course.said == ["formed", "broken: odd", "raised: ValueError: odd"]
-    assert course.standing.names == ()
+    assert course.groups.names == ()
 
 
 def test_a_member_that_sees_the_group_break_hears_why_first(course: Course) -> None:
@@ -245,7 +247,7 @@ def test_a_member_that_sees_the_group_break_hears_why_first(course: Course) -> N
 
 def test_a_member_that_hears_of_no_cause_says_what_it_saw(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a while: nobody else may know of any."""
-    monkeypatch.setattr(passage, "_SAY_FIRST_S", 0.1)
+    monkeypatch.setattr(transfers, "_SAY_FIRST_S", 0.1)
 
     def move(_group: QueuePair) -> None:
         raise PeerLost("the group broke")
@@ -256,7 +258,7 @@ def test_a_member_that_hears_of_no_cause_says_what_it_saw(course: Course, monkey
 
 def test_a_member_that_is_late_itself_says_so_at_once(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     """No member knows a better cause, and the others wait to hear it."""
-    monkeypatch.setattr(passage, "_SAY_FIRST_S", LONG_S)
+    monkeypatch.setattr(transfers, "_SAY_FIRST_S", LONG_S)
 
     def move(_group: QueuePair) -> None:
         raise ChunkTimeout("a peer", 1.0)
@@ -280,14 +282,14 @@ def test_a_group_that_forms_for_a_member_that_was_called_off_is_broken(course: C
     course.form.set()
     course.over()
     assert course.said == ["raised: enough", "formed", "broken: called off while it formed"]
-    assert course.standing.names == ()
+    assert course.groups.names == ()
 
 
 def test_a_group_that_does_not_form_is_waited_for_as_long_as_was_said(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a little: it has a deadline of its own, whose reason is better."""
-    monkeypatch.setattr(passage, "_END_S", 0.1)
+    monkeypatch.setattr(transfers, "_END_S", 0.1)
     course.form.clear()
     with pytest.raises(PeerLost, match="the group did not form within 0 s"):
         course.run(form_s=0.1)
@@ -318,7 +320,7 @@ def test_nothing_moves_any_more_when_it_was_called_off(course: Course, how: str)
 
 def test_others_hear_that_it_moves(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     """Again and again, also while a group forms."""
-    monkeypatch.setattr(passage, "BEAT_S", 0.01)
+    monkeypatch.setattr(transfers, "BEAT_S", 0.01)
     course.form.clear()
     beats = threading.Semaphore(0)
 
@@ -348,4 +350,4 @@ def test_a_group_over_nixl_is_let_go_of_with_its_epoch(course: Course) -> None:
     course.run()
     course.over()
     assert sorted(course.said) == ["closed", "formed", "moved", "returned"]
-    assert course.standing.names == ()
+    assert course.groups.names == ()

@@ -54,7 +54,7 @@ def take_part(made: PlanAgreement, fleet: Fleet, version: int, *devices: str) ->
         if fleet.plan(device).digest() not in made.digests:
             made.agree(fleet.proposal(device))
     plans = [fleet.plan(device).digest() for device in devices]
-    made.letters(0, (), list(enumerate(plans)), *CUT)
+    made.parts_of(0, (), list(enumerate(plans)), *CUT)
     return [made.schedule(plan, *CUT) for plan in plans]
 
 

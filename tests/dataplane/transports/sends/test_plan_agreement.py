@@ -53,8 +53,8 @@ def _agreed(plans: PlanAgreement, reader: PlanReader = ALONE, *, swapped: bool =
     return plans.agree(Proposal(reader=reader, recording=recording.encode(), plan=plan.digest()))
 
 
-def _names(letters: tuple[wire.SentLetters, ...]) -> list[str]:
-    return [each.schedule for each in letters]
+def _names(parts: tuple[wire.SchedulePart, ...]) -> list[str]:
+    return [each.schedule for each in parts]
 
 
 def test_a_rank_is_told_its_own_part_in_full_once() -> None:
@@ -63,51 +63,51 @@ def test_a_rank_is_told_its_own_part_in_full_once() -> None:
     one, other = _agreed(plans), _agreed(plans, OTHER)
     assert one != other
     for holder in (0, 1):
-        both = plans.letters(holder, (), [(2, one), (3, other)], *CUT)
+        both = plans.parts_of(holder, (), [(2, one), (3, other)], *CUT)
         exposed, made = _exposed(), plans.schedule(one, *CUT)
         plan = make_plan(exposed.shards, exposed.exports, _recording(), ALONE)
         messages, pack = made.of_rank(holder, plan)
         assert (both[0].messages, both[0].pack) == (messages.encode(), pack.encode())
         assert len(SendMessages.decode(both[0].messages)) == 1
-        assert both[1] == wire.SentLetters(peer=3, schedule=both[0].schedule)
-        later = plans.letters(holder, _names(both), [(2, other)], *CUT)
-        assert later == (wire.SentLetters(peer=2, schedule=both[0].schedule),)
+        assert both[1] == wire.SchedulePart(peer=3, schedule=both[0].schedule)
+        later = plans.parts_of(holder, _names(both), [(2, other)], *CUT)
+        assert later == (wire.SchedulePart(peer=2, schedule=both[0].schedule),)
 
 
 def test_parts_that_differ_have_names_of_their_own() -> None:
     """By what is in them: another holder's, another worker's."""
     plans = PlanAgreement()
     one, other = _agreed(plans), _agreed(plans, swapped=True)
-    letters = [plans.letters(holder, (), [(2, plan)], *CUT)[0] for holder in (0, 1) for plan in (one, other)]
-    named = {each.schedule: (each.messages, each.pack) for each in letters}
-    assert len(named) == len({(each.messages, each.pack) for each in letters}) > 1
+    parts = [plans.parts_of(holder, (), [(2, plan)], *CUT)[0] for holder in (0, 1) for plan in (one, other)]
+    named = {each.schedule: (each.messages, each.pack) for each in parts}
+    assert len(named) == len({(each.messages, each.pack) for each in parts}) > 1
 
 
 def test_a_rank_that_began_anew_is_told_in_full() -> None:
     """What another one knows, or was told before, is not what it knows."""
     plans = PlanAgreement()
     one = _agreed(plans)
-    before = plans.letters(0, (), [(2, one)], *CUT)
+    before = plans.parts_of(0, (), [(2, one)], *CUT)
     plans.told()
-    assert plans.letters(0, (), [(2, one)], *CUT) == before
-    assert plans.letters(0, _names(plans.letters(1, (), [(2, one)], *CUT)), [(2, one)], *CUT) == before
+    assert plans.parts_of(0, (), [(2, one)], *CUT) == before
+    assert plans.parts_of(0, _names(plans.parts_of(1, (), [(2, one)], *CUT)), [(2, one)], *CUT) == before
     plans.schedule(one, 64, 16)  # cut otherwise for a version
     assert not plans._names, "nothing is left of what was cut before"
-    assert plans.letters(0, (), [(2, one)], *CUT) == before
+    assert plans.parts_of(0, (), [(2, one)], *CUT) == before
 
 
 def test_what_is_asked_for_when_all_are_prepared_is_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole round waits then; when a plan was agreed to only the engine that has it is at work."""
     plans, twin = PlanAgreement(), PlanAgreement()
     one = _agreed(plans)
-    wanted = [twin.letters(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]
+    wanted = [twin.parts_of(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]
     plans.make_ready(one, (0, 1), *CUT)
     digest = twin.schedule(one, *CUT).digest()
     for kind in (CopyTable, SendMessages):
         monkeypatch.setattr(kind, "encode", lambda _: pytest.fail("it is encoded now"))
     monkeypatch.setattr(SendSchedule, "of_rank", lambda *_: pytest.fail("it is divided now"))
     plans.check(wire.Prepared(plans=(one,), schedules=(digest,)), 1, *CUT)
-    assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
+    assert [plans.parts_of(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
 
 
 def test_parts_that_are_made_ahead_are_bounded_and_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +117,11 @@ def test_parts_that_are_made_ahead_are_bounded_and_of_one_version(monkeypatch: p
     one = _agreed(plans)
     plans.make_ready(one, (0, 1), *CUT)
     assert [holder for _, holder in plans._ready] == [0]
-    wanted = [twin.letters(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]
-    assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
+    wanted = [twin.parts_of(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]
+    assert [plans.parts_of(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
     plans.turn_to(_exposed(), 2)
     assert not plans._ready
-    assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
+    assert [plans.parts_of(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
     other = _agreed(plans, swapped=True)
     plans.make_ready(other, (0, 1), *CUT)
     assert plans._ready, "there is room again"

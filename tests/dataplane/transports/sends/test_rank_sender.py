@@ -35,8 +35,8 @@ def one_message() -> SendMessages:
     return SendMessages(*[np.array([value], np.int64) for value in (RANK, 0, 16, 0, 0, -1, 0)])
 
 
-def letters(peer: int, messages: SendMessages, name: str) -> wire.SentLetters:
-    return wire.SentLetters(peer=peer, schedule=name, messages=messages.encode(), pack=CopyTable.empty().encode())
+def part(peer: int, messages: SendMessages, name: str) -> wire.SchedulePart:
+    return wire.SchedulePart(peer=peer, schedule=name, messages=messages.encode(), pack=CopyTable.empty().encode())
 
 
 class Leader:
@@ -118,8 +118,8 @@ def test_a_rank_is_connected_with_those_that_it_sends_to(
     rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """And with nobody who gets nothing of it: that worker does not name the pair, and both would wait for ever."""
-    mail = letters(5, one_message(), "some"), letters(6, NOTHING, "nothing")
-    leader = led(monkeypatch, wire.BeginSends(group=GROUP, letters=mail, others=("of another turn",)))
+    parts = part(5, one_message(), "some"), part(6, NOTHING, "nothing")
+    leader = led(monkeypatch, wire.BeginSends(group=GROUP, parts=parts, others=("of another turn",)))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     until(lambda: len(leader.heard) > 1, "it to be through")
     assert leader.heard[1:] == [wire.BarrierReached(seconds=0.5, nbytes=16)]
@@ -132,7 +132,7 @@ def test_a_member_that_is_through_does_not_hang_up_first(
     rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """A leader that is late to read its last word would take the end for a death."""
-    leader = led(monkeypatch, wire.BeginSends(group=GROUP, letters=(letters(5, one_message(), "some"),)))
+    leader = led(monkeypatch, wire.BeginSends(group=GROUP, parts=(part(5, one_message(), "some"),)))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     until(lambda: len(leader.heard) > 1, "it to be through")
     time.sleep(0.2)
@@ -206,7 +206,7 @@ def test_an_epoch_that_fails_ends_when_nothing_is_bound_any_more(
     monkeypatch.setattr(rank_sends._Session, "end", lambda session: (notes.append("ended"), end(session))[1])
     monkeypatch.setattr(rank_sends, "SendQueue", slowly)
     monkeypatch.setattr(Passage, "reason", "a worker has died")
-    led(monkeypatch, wire.BeginSends(group=GROUP, letters=(letters(5, one_message(), "some"),)))
+    led(monkeypatch, wire.BeginSends(group=GROUP, parts=(part(5, one_message(), "some"),)))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     ended(rank)
     assert notes == ["bound", "ended"]
@@ -227,7 +227,7 @@ def test_an_epoch_in_which_something_is_bound_for_ever_leaves_it_alone(
     monkeypatch.setattr(rank_sends._Kept, "let_go", lambda kept: (notes.append("let go"), let_go(kept))[1])
     monkeypatch.setattr(binding, "BOUND_S", 0.2)
     monkeypatch.setattr(rank_sends, "SendQueue", for_ever)
-    leader = led(monkeypatch, wire.BeginSends(group=GROUP, letters=(letters(5, one_message(), "some"),)))
+    leader = led(monkeypatch, wire.BeginSends(group=GROUP, parts=(part(5, one_message(), "some"),)))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     stuck = rank._session
     assert bound.wait(WAIT_S)
@@ -260,9 +260,9 @@ def test_one_epoch_at_a_time(
 def test_parts_that_no_worker_needs_are_forgotten(rank: RankSender) -> None:
     """Plans that are only named are known from earlier messages."""
     kept = rank_sends._Kept()
-    first = rank._mail_of(kept, [letters(5, one_message(), "a"), letters(6, NOTHING, "b")])
+    first = rank._parts_of(kept, [part(5, one_message(), "a"), part(6, NOTHING, "b")])
     assert [(each.peer, len(each.messages)) for each in first] == [(5, 1), (6, 0)]
-    (again,) = rank._mail_of(kept, [wire.SentLetters(peer=7, schedule="a")])
+    (again,) = rank._parts_of(kept, [wire.SchedulePart(peer=7, schedule="a")])
     assert (again.peer, again.messages, again.pack) == (7, first[0].messages, first[0].pack)
     assert set(kept.parts) == {"a"}
 
@@ -272,16 +272,16 @@ def test_an_outbox_is_used_while_all_is_as_it_was(rank: RankSender, regions: tup
     kept = rank_sends._Kept()
 
     def outbox(peer: int, memory: tuple[torch.Tensor, ...]) -> SendQueue:
-        told = [letters(peer, one_message(), "a")]
-        return rank_sends._outbox_of(kept, rank._mail_of(kept, told), told, memory)
+        told = [part(peer, one_message(), "a")]
+        return rank_sends._send_queue_of(kept, rank._parts_of(kept, told), told, memory)
 
     first = outbox(5, regions)
     assert outbox(5, regions) is first
     for peer, memory in ((6, regions), (6, (regions[0].clone(),))):
         before, made = kept.bound, outbox(peer, memory)
         assert before is not None
-        assert made is not before.outbox
-        assert before.outbox.memory == ()
+        assert made is not before.queue
+        assert before.queue.memory == ()
         assert made._sends[0][0].peer == peer
         assert made._sends[0][0].memory.data_ptr() == memory[0].data_ptr()
     kept.let_go()

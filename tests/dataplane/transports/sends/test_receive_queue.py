@@ -69,11 +69,11 @@ def test_all_that_is_received_lies_in_memory_that_it_names(*, beside: bool) -> N
     parameter, group = torch.zeros(2 * SIZE, dtype=torch.uint8), NotedGroup(notes)
     box = inbox(part(), notes, beside=beside, parameter=parameter)
     box.receive(group, TURN_S)
-    assert len(group.parcels) == 2 * TURNS
-    assert {each.peer for each in group.parcels} == {HOLDER}
-    assert all(lies_in(each.memory, box.memory) for each in group.parcels)
+    assert len(group.chunks) == 2 * TURNS
+    assert {each.peer for each in group.chunks} == {HOLDER}
+    assert all(lies_in(each.memory, box.memory) for each in group.chunks)
     assert lies_in(parameter, box.memory) is not beside
-    assert sum(lies_in(each.memory, [parameter]) for each in group.parcels) == (0 if beside else TURNS)
+    assert sum(lies_in(each.memory, [parameter]) for each in group.chunks) == (0 if beside else TURNS)
     assert box.staging_bytes == (beside_bytes(part().messages) if beside else UNDER_WAY * SIZE)
     box.close()
     closed = [note for note in notes if note.startswith("close")]
@@ -116,15 +116,15 @@ def test_a_receive_that_is_given_up_has_nothing_of_the_memory_that_comes_after_i
     post = group.post
 
     def post_late(sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> object:
-        if not group.parcels:
+        if not group.chunks:
             box.detach()
             box.attach()
         return post(sends, receives)
 
     group.post = post_late  # type: ignore[method-assign, assignment]
     box.receive(group, TURN_S)
-    assert len(group.parcels) == 2 * TURNS
-    assert not any(lies_in(each.memory, box.memory) for each in group.parcels)
+    assert len(group.chunks) == 2 * TURNS
+    assert not any(lies_in(each.memory, box.memory) for each in group.chunks)
 
 
 class _Point:

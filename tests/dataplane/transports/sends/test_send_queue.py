@@ -10,7 +10,7 @@ from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.reshard.send_schedule import NOWHERE, SendMessages
 from weightbus.dataplane.transports.sends import message_queues as module
-from weightbus.dataplane.transports.sends.message_queues import UNDER_WAY, Mail, SendQueue
+from weightbus.dataplane.transports.sends.message_queues import UNDER_WAY, PeerPart, SendQueue
 
 from ....kit.noted_moves import NotedEngine, NotedGroup, byte_rows, lies_in
 
@@ -20,7 +20,7 @@ TURN_S = 20.0
 PEER = 5
 
 
-def mail(turns: int = TURNS, *, straight_at: int = 0, packed_at: int = SIZE, within: int = 0) -> Mail:
+def mail(turns: int = TURNS, *, straight_at: int = 0, packed_at: int = SIZE, within: int = 0) -> PeerPart:
     """In each turn a message that lies in one piece and one that is packed out of the second half of its region."""
     count = 2 * turns
     turn, straight = np.arange(count) // 2, np.arange(count) % 2 == 0
@@ -29,7 +29,7 @@ def mail(turns: int = TURNS, *, straight_at: int = 0, packed_at: int = SIZE, wit
     messages = SendMessages(
         zeros, turn, np.full(count, SIZE), np.where(straight, 0, NOWHERE), source_at, np.full(count, NOWHERE), zeros
     )
-    return Mail(PEER, messages, byte_rows(*[(0, packed_at, 2 * each + 1, within, SIZE) for each in range(turns)]))
+    return PeerPart(PEER, messages, byte_rows(*[(0, packed_at, 2 * each + 1, within, SIZE) for each in range(turns)]))
 
 
 def region() -> torch.Tensor:
@@ -46,9 +46,9 @@ def test_a_turn_is_packed_before_it_is_sent_and_over_none_that_is_on_its_way() -
         expected += [f"wait {turn - UNDER_WAY}"] if turn >= UNDER_WAY else []
         expected += ["in", f"copy {turn}", "out", f"post {turn}"]
     assert notes == [*expected, *(f"wait {turn}" for turn in range(TURNS - UNDER_WAY, TURNS))]
-    assert {each.peer for each in group.parcels} == {PEER}
+    assert {each.peer for each in group.chunks} == {PEER}
     packed, straight = torch.arange(SIZE, 2 * SIZE, dtype=torch.uint8), torch.arange(SIZE, dtype=torch.uint8)
-    for number, each in enumerate(group.parcels):
+    for number, each in enumerate(group.chunks):
         assert torch.equal(each.memory, packed if number % 2 else straight)
 
 
@@ -81,7 +81,7 @@ def test_all_that_is_sent_lies_in_memory_that_it_names(turns: int) -> None:
     assert outbox.staging_bytes == min(turns, UNDER_WAY) * SIZE
     assert outbox.nbytes == 2 * turns * SIZE
     outbox.send(group, TURN_S)
-    assert all(lies_in(each.memory, outbox.memory) for each in group.parcels)
+    assert all(lies_in(each.memory, outbox.memory) for each in group.chunks)
     outbox.close()
     assert outbox.memory == ()
     assert [note for note in notes if note.startswith("close")] == [f"close {turn}" for turn in range(turns)]
@@ -92,7 +92,7 @@ def test_all_that_is_sent_lies_in_memory_that_it_names(turns: int) -> None:
     [mail(straight_at=SIZE + 1), mail(packed_at=SIZE + 1), mail(within=(UNDER_WAY - 1) * SIZE + 1)],
     ids=["sent", "packed", "packed into"],
 )
-def test_nothing_is_sent_of_freed_memory(odd: Mail) -> None:
+def test_nothing_is_sent_of_freed_memory(odd: PeerPart) -> None:
     """Neither as it lies, nor packed; and nothing is packed over what lies behind."""
     with pytest.raises(ManifestError):
         SendQueue([odd], [region()], NotedEngine([]))

@@ -114,8 +114,8 @@ class Crowd:
 def toy_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is made here, and every rank has much to send."""
     monkeypatch.setattr(PlanAgreement, "check", lambda *_: None)
-    letters = (wire.SentLetters(peer=1, schedule="s", messages=bytes(LARGE)),)
-    monkeypatch.setattr(PlanAgreement, "letters", lambda *_: letters)
+    parts = (wire.SchedulePart(peer=1, schedule="s", messages=bytes(LARGE)),)
+    monkeypatch.setattr(PlanAgreement, "parts_of", lambda *_: parts)
 
 
 def served_at_once(crowd: Crowd, engine: str) -> None:
