@@ -46,12 +46,11 @@ from .cuda_memory import HANDLE_BYTES, Driver, device_name
 from .export_map import ArenaParts, ExportedTensor, ExportMap, Region
 from .shared_memory import addresses_of
 
-_MAX_PATH: Final = 107
 _MAX_MESSAGE: Final = 64 * 1024
 _END_S: Final = 10.0
 """Seconds for the thread that serves readers to stop listening, or to end. It waits for none of them."""
-_ROOM_S: Final = 1.0
-"""Seconds for a reader's socket to take an answer, and for a connection that waits to be accepted."""
+_ACCEPT_S: Final = 0.05
+"""Seconds for a connection that waits to be accepted, and has mostly gone again where it takes longer."""
 _SPARE_DESCRIPTORS: Final = 256
 _LOG: Final = logging.getLogger(__name__)
 
@@ -315,7 +314,7 @@ class _LeaseServer:
 
     def _admit(self) -> None:
         try:
-            frames = self._listener.accept(Deadline(_ROOM_S), "a reader")
+            frames = self._listener.accept(Deadline(_ACCEPT_S), "a reader")
         except TransferFailed:  # it went away again, or belongs to another user
             return
         frames.limit = _MAX_MESSAGE
@@ -326,9 +325,13 @@ class _LeaseServer:
     def _hear(self, reader: _Reader, packet: bytes) -> None:
         answer, granted = self._answer(EXPORTER.decode(packet))
         reader.regions += granted
-        if reader.frames is not None:
-            fds = [each.fd for each in granted if each.fd >= 0]
-            reader.frames.send(EXPORTER.encode(answer), Deadline(_ROOM_S), fds)
+        if reader.frames is None:
+            return
+        fds = [each.fd for each in granted if each.fd >= 0]
+        for part in reader.frames.framed(EXPORTER.encode(answer)):
+            if reader.frames.push(part, fds):  # to wait for it would keep other readers waiting
+                raise PeerLost("it does not read what it is told")
+            fds = []
 
     def _drop(self, reader: _Reader, reason: str) -> None:
         del reason  # a lease may end at any time
@@ -382,8 +385,6 @@ class RegionExporter:
             self._held = held
         if self._server is None or self._server.stopped:
             open_runtime_dir(self._path.parent)
-            if len(os.fsencode(self._path)) > _MAX_PATH:
-                raise Unsupported(f"{self._path} is too long for the name of a socket: shorten runtime_dir")
             self._server = _LeaseServer(self._path, self._answer, outlives=self._memory.outlives)
         self._pointers = addresses_of(tensors)  # those of a host have been moved
         regions = tuple(each.region for each in held.values())

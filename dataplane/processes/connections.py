@@ -110,6 +110,8 @@ MAX_FRAME: Final = 512 * 1024 * 1024
 MAX_FDS: Final = 128
 """File descriptors with one message. Linux passes at most 253 at once."""
 _LENGTH: Final = struct.Struct("<Q")
+_MAX_PATH: Final = 107
+"""Bytes of a Unix socket's path, less the terminating zero."""
 _BLOCK: Final = 1024 * 1024
 _JOINED: Final = 64 * 1024
 """Bytes. Up to so many a message is copied behind its length: one packet instead of two."""
@@ -193,13 +195,15 @@ class Frames:
                 self._socket.sendall(part[at:])
                 fds = ()
 
-    def push(self, part: memoryview) -> memoryview:
+    def push(self, part: memoryview, fds: Sequence[int] = ()) -> memoryview:
         """Send as much of a `framed` part as the socket takes now, without blocking; returns the rest.
 
-        Raises `PeerLost`.
+        `fds` travel with its first byte. Raises `PeerLost`.
         """
         try:
             self._socket.settimeout(0.0)
+            if fds:
+                return part[socket.send_fds(self._socket, [part], fds, socket.MSG_NOSIGNAL) :]
             return part[self._socket.send(part) :]
         except BlockingIOError:
             return part
@@ -338,12 +342,14 @@ class FrameListener(_Listener):
     """A named Unix socket that only this user can connect to."""
 
     def __init__(self, path: Path, frames: type[Frames] = Frames) -> None:
-        """Accepted connections are `frames`."""
+        """Accepted connections are `frames`. Raises `Unsupported` for too long a path, `PeerLost`."""
         self.path = path
         self._frames = frames
+        new = path.with_suffix(".bind")  # as long as ".sock"
+        if len(os.fsencode(new)) > _MAX_PATH:
+            raise Unsupported(f"{path} is longer than the {_MAX_PATH} bytes of a socket's name: shorten runtime_dir")
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, frames.kind)
-        new = path.with_suffix(".bind")  # as long as ".sock": too long a name is found here
         new.unlink(missing_ok=True)
         try:
             self._socket.bind(os.fspath(new))
@@ -354,7 +360,7 @@ class FrameListener(_Listener):
             self._socket.close()
             with contextlib.suppress(OSError):
                 new.unlink()
-            raise PeerLost(f"the socket {path} cannot be opened: {error}: shorten runtime_dir?") from error
+            raise PeerLost(f"the socket {path} cannot be opened: {error}") from error
 
     def accept(self, deadline: Deadline, waiting_for: str) -> Frames:
         """The next connection of a process of this user; blocks. Raises `DeadlineExceeded`, `PeerLost` when closed."""

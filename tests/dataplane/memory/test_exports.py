@@ -297,6 +297,23 @@ def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
     exporter.close()
 
 
+def test_a_reader_that_reads_no_answers_keeps_no_other_waiting(
+    exporter: RegionExporter, importer: RegionImporter
+) -> None:
+    """It is hung up on as soon as an answer does not fit into its socket."""
+    exporter.export([torch.zeros(8) for _ in range(128)])
+    ask = exports.READER.encode(exports.Ask(generation=1, regions=tuple(range(128))))
+    began = time.monotonic()
+    for _ in range(6):
+        silent = Frames.connect(exporter.address(), Deadline(OPEN_S))
+        with pytest.raises(PeerLost):
+            while True:
+                silent.send(ask, Deadline(OPEN_S))
+        silent.close()
+    importer.open(exporter.address(), 3, exporter.generation, [0], OPEN_S)
+    assert time.monotonic() - began < 4.0
+
+
 def test_memory_of_a_gpu_is_not_for_this_exporter(exporter: RegionExporter) -> None:
     """It says which memory it shares."""
     with pytest.raises(NotExportable, match="meta"):
