@@ -8,7 +8,9 @@ load buckets while the next ones arrive.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +36,9 @@ from .interface import JOIN_S, Address, EngineServer, Peer, SharedBucket, Transf
 
 _LOOK_S: Final = 0.05
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
+_AGAIN_S: Final = 0.01
+"""Seconds before another try where a connection could not be accepted: it keeps its socket readable."""
+_LOG: Final = logging.getLogger(__name__)
 
 
 class SenderState:
@@ -100,6 +105,8 @@ class SocketSender(SenderState, ABC, Generic[C]):
         """Engines of this session that have not failed."""
         self._listener: FrameListener | None = None
         self._pool: ConnectionPool[C] | None = None
+        self._refusing = False
+        """A connection of this session could not be accepted, which is logged once."""
 
     @abstractmethod
     def _introduced(self, packet: bytes) -> _Hello | None:
@@ -145,7 +152,7 @@ class SocketSender(SenderState, ABC, Generic[C]):
     def _listen(self, session: TransferSession, peers: Sequence[Peer], suffix: str, frames: type[Frames]) -> Address:
         """Begin a session: listen for `peers` on a socket of its epoch."""
         self._begin_session()
-        self._epoch = session.epoch
+        self._epoch, self._refusing = session.epoch, False
         self._peers = {peer.engine: self._connection(peer.engine) for peer in peers}
         open_runtime_dir(self._runtime_dir)
         path = self._runtime_dir / f"{self._channel}-{session.epoch}-{os.getpid()}{suffix}.sock"
@@ -168,8 +175,9 @@ class SocketSender(SenderState, ABC, Generic[C]):
 
     def _pump(self, timeout_s: float) -> None:
         pool = self._on_offer()
-        for engine in self._withdrawn.keys() & self._peers.keys():
-            self._lost(self._peers[engine], self._withdrawn[engine])
+        for engine, reason in tuple(self._withdrawn.items()):
+            if (peer := self._peers.get(engine)) is not None:  # `close` in another thread empties it
+                self._lost(peer, reason)
         pool.poll(timeout_s)
 
     def _on_offer(self) -> ConnectionPool[C]:
@@ -186,6 +194,12 @@ class SocketSender(SenderState, ABC, Generic[C]):
         try:
             frames = listener.accept(Deadline(_LOOK_S), "a receiver")
         except DeadlineExceeded:  # it is gone again
+            return
+        except PeerLost as error:  # such as too many open files; or the sender is closed, which the next look finds
+            if not (self._refusing or pool.ended):
+                _LOG.warning("a connection to %s was not accepted, and is tried again: %s", listener.path, error)
+                self._refusing = True
+            time.sleep(_AGAIN_S)
             return
         pool.add(self._connection(""), frames)
 

@@ -176,6 +176,8 @@ class LocalSender(SocketSender[_Engine]):
 
     def _drop(self, peer: _Engine, reason: str) -> None:
         self._forget_process(peer)
+        if peer.finished:  # it reads no bucket any more, also none that was announced after it had finished
+            peer.reading.clear()
         super()._drop(peer, reason)
 
     def close(self) -> None:
