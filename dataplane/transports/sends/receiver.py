@@ -7,10 +7,11 @@ server generates (`stage`); the server is paused for the swap only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,8 +87,8 @@ class SendsReceiver(PlanReceiver):
             if not attempt.layout:
                 with exchange.timed("meet"):
                     self._shake_hands(attempt)
-            reading = exchange.read_aside(attempt)
-            with exchange.timed("held"), exchange.called(engine, server, deadline):
+            reading = None if staged else exchange.read_aside(attempt)
+            with exchange.timed("held"), exchange.called(engine, server, deadline), _stall_reported(attempt):
                 exchange.gather(server, _MODEL, deadline)
                 agreement = self._taken() if staged else self._prepare(attempt, reading)
                 assert session.known is not None  # what is sent is proven with a table that is known
@@ -284,6 +285,16 @@ class SendsReceiver(PlanReceiver):
         if known.layout and layout is not None and layout.shards.tensors != manifest.tensors:
             return "the manifest is new"
         return self._threads.room()
+
+
+@contextlib.contextmanager
+def _stall_reported(attempt: Attempt) -> Generator[None]:
+    """The sender hears of a stalled worker at once, and not only when the other workers have been let go."""
+    try:
+        yield
+    except WorkerStalled as stalled:
+        attempt.failed(str(stalled))
+        raise
 
 
 def _same(one: TransferSession, other: TransferSession) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.transports import plan_exchange
 from weightbus.dataplane.transports.interface import Address, TransferSession
+from weightbus.dataplane.transports.plan_exchange import Attempt, GiveLayout
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 from weightbus.engine_agent.worker.receive_thread import ReceiveThread
@@ -76,6 +79,23 @@ def test_a_version_is_not_put_into_tensors_that_it_was_not_taken_for(world: Send
     assert not world.receiver.touched
     assert all(torch.equal(one, other) for one, other in zip(before, held(world), strict=True))
     world.round()
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_version_that_was_taken_asks_for_no_layout(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one was heard in a round that failed before its plans were agreed to: what was taken needs none."""
+    exchange = world.receiver._exchange
+    assert exchange.layout is not None
+    exchange.layout = replace(exchange.layout, digest="of a round that failed")
+    session, address = stage(world)
+    monkeypatch.setattr(plan_exchange, "read_layout", lambda attempt: pytest.fail(f"asked for {attempt.layout}"))
+    said: list[object] = []
+    say = Attempt.say
+    monkeypatch.setattr(Attempt, "say", lambda attempt, message: (said.append(message), say(attempt, message))[1])
+    taken = world.pool.submit(world.receiver.receive, session, address, "e", 0, world.server, WAIT_S)  # type: ignore[arg-type]
+    world.trainer.sends.finish(WAIT_S)
+    assert taken.result(WAIT_S).checked
+    assert not any(isinstance(each, GiveLayout) for each in said)
     assert holds(world.server, world.trainer.values)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed
+from weightbus.dataplane.transports.plan_exchange import Attempt
 from weightbus.dataplane.transports.sends.receiver import NotReceived, SendsReceiver, WorkerReceivers, WorkerStalled
 from weightbus.dataplane.transports.worker_exchange import ReplayFailed, Workers
 
@@ -110,3 +111,19 @@ def test_a_version_that_is_not_begun(
         else:
             world.receiver.receive(session, address, "e", 0, world.server, WAIT_S)  # type: ignore[arg-type]
     assert not world.receiver.touched
+
+
+@WAYS
+def test_a_trainer_hears_of_a_stalled_worker_before_the_others_are_let_go(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch, *, beside: bool
+) -> None:
+    """To let them go takes seconds, in which every other engine of the round would wait."""
+    order: list[str] = []
+    say, let_go = Attempt.failed, Workers.let_go
+    monkeypatch.setattr(Attempt, "failed", lambda *args, **more: (order.append(str(args[1])), say(*args, **more))[1])
+    monkeypatch.setattr(Workers, "let_go", lambda *args: (order.append("let go"), let_go(*args))[1])
+    monkeypatch.setattr(Workers, "swap", failed(WorkerStalled(0)))
+    with pytest.raises(WorkerStalled):
+        world.round(stage=beside)
+    assert order[0].startswith("worker 0 of the server stands still")
+    assert order[1] == "let go"
