@@ -35,7 +35,7 @@ from weightbus.control.protocol import (
     WeightbusError,
 )
 from weightbus.control.security import CurveFiles, read_secret_key, sign_digest_table, sign_endpoint, sign_publication
-from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, Unsupported
+from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded
 from weightbus.dataplane.tensors import DigestTable
 from weightbus.dataplane.transports import (
     Dividing,
@@ -69,6 +69,10 @@ _TEXT: Final = 2048
 SETTLE_S: Final = 30.0
 """Seconds for a device to finish what was begun for a version: milliseconds, unless the device is stuck."""
 _CANNOT_WAIT: Final = "the digest table follows in this round, and {} cannot wait for it: a later version will do"
+_NO_SNAPSHOT: Final = (
+    "transport {} gives the weights that are being trained, and not a snapshot of them: publish with mode='live', or"
+    " leave it out of the trainer's setting transport"
+)
 _LEVELS: Final = {
     EndReason.COMMITTED: logging.INFO,
     EndReason.ABORTED: logging.WARNING,
@@ -482,8 +486,9 @@ class PublicationDriver:
         """Open the senders and offer them to the coordinator; from then on `_wait` watches the delivery."""
         of, staging = self._context, self._staging
         self._export_before_digests()
-        peers = self._peers(effect)
-        unable = remove_unable(peers, of.senders) if self.machine.digests_deferred else {}
+        peers, unable = self._peers(effect)
+        if self.machine.digests_deferred:
+            unable |= remove_unable(peers, of.senders)
         table = None if self.machine.digests_deferred else staging.table
         session = TransferSession(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
         sources = staging.sources(effect.receivers)
@@ -511,18 +516,23 @@ class PublicationDriver:
             delivery.offers_received()  # an answer may be lost where the offer was not
         return digested if not self.machine.table else None
 
-    def _peers(self, effect: ev.StartDelivery) -> dict[m.TransportKind, list[Peer]]:
-        """Receivers by transport; makes the senders that are missing."""
+    def _peers(self, effect: ev.StartDelivery) -> tuple[dict[m.TransportKind, list[Peer]], dict[str, str]]:
+        """Receivers by transport, and reasons by engine that gets nothing; makes the senders that are missing.
+
+        Of a transport that is not built in the coordinator cannot know that no snapshot travels by it.
+        """
         of = self._context
         peers: dict[m.TransportKind, list[Peer]] = {}
+        unable: dict[str, str] = {}
         for receiver in effect.receivers:
-            peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
-        if self._mode is Mode.SNAPSHOT and any(transports.by_name(kind).in_place for kind in peers):
-            raise Unsupported("a snapshot was asked for out of memory that is trained on: upgrade the coordinator")
+            if self._mode is Mode.SNAPSHOT and transports.by_name(receiver.transport).in_place:
+                unable[receiver.engine] = _NO_SNAPSHOT.format(receiver.transport.value)
+            else:
+                peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
         for kind in peers:
             if kind not in of.senders:
                 of.senders[kind] = of.make_sender(kind)
-        return peers
+        return peers, unable
 
     def _digests_before_offer(self, effect: ev.StartDelivery) -> ev.DigestsReady | ev.DigestsUnavailable | None:
         """Send the digest table to the receivers of a new delivery, if it is known or has to be known by now."""
