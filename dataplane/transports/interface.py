@@ -98,7 +98,7 @@ class StagingBuffer(Protocol):
 
     @property
     def exported(self) -> bytes:
-        """How another process opens this memory: a fixed struct (cuda_memory.py), never a pickle."""
+        """How another process opens this memory: msgpack (shared_memory.py), never a pickle."""
         ...
 
 
