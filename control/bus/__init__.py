@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from .interface import (
         ConnectionRejected as ConnectionRejected,
         CoordinatorBus as CoordinatorBus,
-        Delivery as Delivery,
         Incoming as Incoming,
         Rejected as Rejected,
+        SendOutcome as SendOutcome,
         Throttled as Throttled,
         TrustRevoked as TrustRevoked,
         refusal_observation as refusal_observation,

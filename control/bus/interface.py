@@ -16,7 +16,7 @@ from ..machine import MessageReceived, Peer, Principal, Refusal
 from ..protocol import AgentId, ProtocolError, RefusalCode, Refused, RequestId, ToAgent, ToCoordinator, WrongProtocol
 
 
-class Delivery(enum.Enum):
+class SendOutcome(enum.Enum):
     """The fate of a message to an agent."""
 
     SENT = "sent"
@@ -71,12 +71,12 @@ class CoordinatorBus(Protocol):
         """
         ...
 
-    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> SendOutcome:
         """Send without blocking."""
         ...
 
     def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
-        """Send to each of `peers` without blocking. Returns the peers with `Delivery.GONE`."""
+        """Send to each of `peers` without blocking. Returns the peers with `SendOutcome.GONE`."""
         ...
 
     @property

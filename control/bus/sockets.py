@@ -5,7 +5,7 @@ libzmq 4.3.5:
 
 - no routing id is set: the ROUTER names each connection anew, so an agent cannot take another's name by asking for it,
   and a peer that reconnects is not ignored as a duplicate of itself;
-- ROUTER_MANDATORY with non-blocking sends: a peer that is gone or slow is an answer (`Delivery`), not a silent drop,
+- ROUTER_MANDATORY with non-blocking sends: a peer that is gone or slow is an answer (`SendOutcome`), not a silent drop,
   and cannot hold up the others;
 - half-open connections are found by TCP keepalive, which costs nothing, and by the agent through ZMTP heartbeats too.
   The coordinator sends no ZMTP heartbeats, and agents set no time to live: libzmq searches the timers of all
@@ -69,7 +69,7 @@ from ..security import (
     read_public_key,
     read_secret_key,
 )
-from .interface import ConnectionRejected, Delivery, Incoming, Rejected, Throttled, TrustRevoked
+from .interface import ConnectionRejected, Incoming, Rejected, SendOutcome, Throttled, TrustRevoked
 from .session import split_endpoints
 
 HWM: Final = 1000
@@ -498,22 +498,22 @@ class RouterBus:
                 found.append(ConnectionRejected(explain_handshake(number, value)))
         return found
 
-    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> SendOutcome:
         """Send without blocking."""
         frames = self._encode(message, blob)
         queue = self._queues.get(peer)
         if queue is None:
             outcome = self._offer(peer, frames)
-            if outcome is not Delivery.QUEUED:
+            if outcome is not SendOutcome.QUEUED:
                 return outcome
             queue = self._queues[peer] = _Queue()
         if not queue.add(frames):
             self.forget(peer)
-            return Delivery.GONE
-        return Delivery.QUEUED
+            return SendOutcome.GONE
+        return SendOutcome.QUEUED
 
     def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
-        """Send to each of `peers` without blocking. Returns the peers with `Delivery.GONE`.
+        """Send to each of `peers` without blocking. Returns the peers with `SendOutcome.GONE`.
 
         The message is encoded once. The loop calls no function of ours, which keeps libzmq's thread awake.
         """
@@ -528,7 +528,7 @@ class RouterBus:
                     pass
                 else:
                     continue
-            if self.send(peer, message) is Delivery.GONE:
+            if self.send(peer, message) is SendOutcome.GONE:
                 gone.append(peer)
         return gone
 
@@ -571,28 +571,28 @@ class RouterBus:
             return Rejected(peer, error, principal)
         return MessageReceived(peer, message, blob, principal)
 
-    def _offer(self, peer: Peer, frames: codec.Frames) -> Delivery:
+    def _offer(self, peer: Peer, frames: codec.Frames) -> SendOutcome:
         try:
             self._send_frame(peer, _MORE)  # if this frame can be sent, so can the rest
             for frame in frames[:-1]:
                 self._send_frame(frame, _MORE)
             self._send_frame(frames[-1], _NOBLOCK)
         except zmq.Again:
-            return Delivery.QUEUED
+            return SendOutcome.QUEUED
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return Delivery.GONE
-        return Delivery.SENT
+            return SendOutcome.GONE
+        return SendOutcome.SENT
 
     def _flush(self) -> None:
         for peer, queue in list(self._queues.items()):
-            outcome = Delivery.SENT
-            while queue and outcome is Delivery.SENT:
+            outcome = SendOutcome.SENT
+            while queue and outcome is SendOutcome.SENT:
                 outcome = self._offer(peer, queue.first)
-                if outcome is Delivery.SENT:
+                if outcome is SendOutcome.SENT:
                     queue.drop_first()
-            if not queue or outcome is Delivery.GONE:
+            if not queue or outcome is SendOutcome.GONE:
                 del self._queues[peer]
 
 

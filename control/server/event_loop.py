@@ -19,9 +19,9 @@ from ..bus import (
     AckBatcher,
     ConnectionRejected,
     CoordinatorBus,
-    Delivery,
     Incoming,
     Rejected,
+    SendOutcome,
     Throttled,
     TrustRevoked,
     refusal_observation,
@@ -287,7 +287,7 @@ class EventLoop:
         except ProtocolError as error:
             self._report_unsent((peer,), message, error)
             return
-        if delivery is Delivery.GONE:
+        if delivery is SendOutcome.GONE:
             self._events.append(ConnectionLost(peer=peer))
 
     def _report_unsent(self, peers: tuple[Peer, ...], message: ToAgent, error: ProtocolError) -> None:

@@ -42,7 +42,7 @@ FMIX_1: Final = 0x85EBCA6B
 FMIX_2: Final = 0xC2B2AE35
 
 Words = npt.NDArray[np.uint32]
-Table = npt.NDArray[np.int64]
+SegmentTable = npt.NDArray[np.int64]
 
 
 class ChecksumLanes:
@@ -76,7 +76,7 @@ class ChecksumLanes:
         return [f"{_splitmix(int(value)):016x}" for value in sums]
 
 
-def segments(source: int, row_bytes: int, stride: int, rows: int, *, word: int, tile: int) -> Table:
+def segments(source: int, row_bytes: int, stride: int, rows: int, *, word: int, tile: int) -> SegmentTable:
     """The segments of `rows` runs of `row_bytes`, `stride` bytes apart in the bucket, packed in the parameter.
 
     Args:
@@ -101,12 +101,12 @@ def segments(source: int, row_bytes: int, stride: int, rows: int, *, word: int, 
     return np.stack([offset, end - begin, begin, np.full(len(row), tile)], axis=1)
 
 
-def join(tables: Iterable[Table]) -> Table:
+def join(tables: Iterable[SegmentTable]) -> SegmentTable:
     """Several tables as one."""
     return np.concatenate([np.zeros((0, 4), dtype=np.int64), *tables])
 
 
-def accumulate(memory: npt.NDArray[np.uint8], table: Table, lanes: Words) -> None:
+def accumulate(memory: npt.NDArray[np.uint8], table: SegmentTable, lanes: Words) -> None:
     """Add every segment of `table`, read from `memory`, to `lanes`."""
     for offset, count, begin, tile in table.tolist():
         words = np.frombuffer(memory[offset : offset + count * WORD_BYTES].tobytes(), dtype="<u4")

@@ -17,7 +17,7 @@ import torch
 from .quantize_tasks import WORD, ClearedSums, QuantizeTask, run_task
 from .schemes import Element, Scaling, Scheme
 
-Table = npt.NDArray[np.int64]
+LaunchTable = npt.NDArray[np.int64]
 
 TILE: Final = 128
 """Rows and columns of a tile of small blocks; a block of FP8 is a tile of its own."""
@@ -64,7 +64,7 @@ class CudaTasks:
         device = tasks[0].weight.device if tasks else torch.device("cpu")
         self._largest = torch.zeros(len(tasks), dtype=torch.int32, device=device)
         """By task with one scale: the largest magnitude."""
-        kinds: dict[LaunchKind, list[Table]] = defaultdict(list)
+        kinds: dict[LaunchKind, list[LaunchTable]] = defaultdict(list)
         for number, task in enumerate(tasks):
             tile = tile_shape(task.scheme, task.weight.shape)
             if tile is None or not _readable(task.weight) or not _summable(task):
@@ -167,7 +167,7 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _tiles(task: QuantizeTask, tile: TileShape) -> tuple[LaunchKind, Table]:
+def _tiles(task: QuantizeTask, tile: TileShape) -> tuple[LaunchKind, LaunchTable]:
     """The rows of one task."""
     rows, columns = task.weight.shape
     down, across = np.arange(0, rows, tile.rows), np.arange(0, columns, tile.columns)

@@ -13,7 +13,7 @@ layout are kept from round to round; `Prerecording` makes traces before the firs
       Propose ------------------>                       (only when the plan is new)
              <-------------------  Agreed
       GiveTable ---------------->                       (only where the digest table follows)
-             <-------------------  Table                 as soon as it is known
+             <-------------------  ExpectedTable         as soon as it is known
       Finished | Failed -------->
 
 Each side says only what the other has asked for, but for Failed: a receiver that copies reads nothing meanwhile.
@@ -118,7 +118,7 @@ class GiveTable(WireMessage, frozen=True, tag="GiveTable"):
     """Direct's receiver: it is about to copy, and has no digest table yet. Answered once, when there is one."""
 
 
-class Table(WireMessage, frozen=True, tag="Table"):
+class ExpectedTable(WireMessage, frozen=True, tag="Table"):
     """Direct's sender: what is copied has to be this. At most `MOST_TABLE_BYTES` and `MOST_SEAL_BYTES`."""
 
     table: bytes
@@ -138,7 +138,7 @@ class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
     """Memory or time did not suffice for what is moved at once: smaller chunks may do."""
 
 
-ToReceiver = Welcome | Refused | Layout | Agreed | Table | Failed
+ToReceiver = Welcome | Refused | Layout | Agreed | ExpectedTable | Failed
 ToSender = Hello | GiveLayout | Propose | GiveTable | Finished | Failed
 
 MOST_TABLE_BYTES: Final = 128 * 1024 * 1024

@@ -68,7 +68,7 @@ class SenderState:
             raise TransferFailed(f"no engine is left to serve ({reasons})")
 
 
-class EngineConnection(PooledConnection):
+class SidecarConnection(PooledConnection):
     """A sidecar that is connected, or is expected to connect."""
 
     finished: bool = False
@@ -86,7 +86,7 @@ class _Hello(Protocol):
     def engine(self) -> str: ...
 
 
-C = TypeVar("C", bound=EngineConnection)
+C = TypeVar("C", bound=SidecarConnection)
 
 
 class SocketSender(SenderState, ABC, Generic[C]):

@@ -87,7 +87,7 @@ class Exports(WireMessage, frozen=True, omit_defaults=True, tag="Exports"):
     """One of the regions, where it may be read before all of it is made."""
 
 
-class Form(WireMessage, frozen=True, tag="Form"):
+class FormGroup(WireMessage, frozen=True, tag="Form"):
     """Sidecar: begin to join this group beside the rest. The next schedule takes it along."""
 
     group: Group
@@ -226,7 +226,7 @@ class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
     """A worker had no memory or not the time for what it is sent at once: less at a time may do."""
 
 
-ToWorker = RecordTrace | Form | Prove | InstallPlan | Expect | ExecutePlan | Swap | Weigh | Take | Done | Failed
+ToWorker = RecordTrace | FormGroup | Prove | InstallPlan | Expect | ExecutePlan | Swap | Weigh | Take | Done | Failed
 ToSidecar = Hello | TraceRecorded | PlanInstalled | PlanExecuted | Expecting | Room | Moving | Taken | Failed
 
 SIDECAR: Final = WireEnd[ToWorker, ToSidecar](ToSidecar)
@@ -377,7 +377,7 @@ class Workers:
             return False
         for at, worker in enumerate(self._workers):
             mine = msgspec.structs.replace(group, rank=group.rank + at)
-            SIDECAR.say(worker.frames, Form(group=mine), deadline)
+            SIDECAR.say(worker.frames, FormGroup(group=mine), deadline)
         self._taken(self._workers, "group", deadline)
         return True
 

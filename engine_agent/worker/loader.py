@@ -108,7 +108,7 @@ def _obey(state: WorkerState, message: wire.ToWorker, called_off: Callable[[], b
                 return state.execute_plan(message, called_off)
             case wire.Swap():
                 return state.swap()
-            case wire.Form():
+            case wire.FormGroup():
                 state.form_group(message)
             case wire.Prove():
                 state.warm(message)

@@ -188,7 +188,7 @@ class WorkerState:
         self._forming = None  # the thread has it now; without a thread `call_off` still finds it
         self._receive_thread.in_loader.set()
 
-    def form_group(self, message: wire.Form) -> None:
+    def form_group(self, message: wire.FormGroup) -> None:
         """Begin to join a group, for a receive thread that will receive in it."""
         self.call_off()
         self._forming = GroupForming(message.group, self._held.device)

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from weightbus.control.bus.interface import Delivery, Rejected
+from weightbus.control.bus.interface import Rejected, SendOutcome
 from weightbus.control.machine.effects import MessageReceived, Peer
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.errors import ProtocolError
@@ -47,20 +47,20 @@ class MemoryBus:
             self._receive_queue.clear()
         return [_read(peer, frames) for peer, frames in taken]
 
-    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> SendOutcome:
         """Send without blocking."""
         frames = codec.TO_AGENT.encode(message, blob)
         with self._changed:
             link = self._links.get(peer)
         if link is None:
-            return Delivery.GONE
+            return SendOutcome.GONE
         if not self.lose(message):
             link.take(peer, frames)
-        return Delivery.SENT
+        return SendOutcome.SENT
 
     def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
         """Send to one after the other."""
-        return [peer for peer in peers if self.send(peer, message) is Delivery.GONE]
+        return [peer for peer in peers if self.send(peer, message) is SendOutcome.GONE]
 
     def forget(self, peer: Peer) -> None:
         """Nothing is ever queued here."""

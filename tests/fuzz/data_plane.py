@@ -102,7 +102,7 @@ def _targets() -> tuple[Target, ...]:
             d.Refused(epoch=3, reason="no"),
             d.Layout(shards=b"p", exports=(b"e",)),
             d.Agreed(),
-            d.Table(table=b"t" * 64, seal=b"s"),
+            d.ExpectedTable(table=b"t" * 64, seal=b"s"),
             d.Failed(reason="no"),
         ),
         _messages(
@@ -150,7 +150,7 @@ def _targets() -> tuple[Target, ...]:
             "SENDER",
             lo.Hello(channel="c", epoch=3, engine="e0"),
             lo.BucketDone(index=0, generation=1),
-            lo.Finished(),
+            lo.BucketsLoaded(),
         ),
         _messages("export, reader to exporter", e, "EXPORTER", e.Ask(generation=3, regions=(1, 2, 3))),
         _messages(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.bus.interface import Delivery, Rejected
+from weightbus.control.bus.interface import Rejected, SendOutcome
 from weightbus.control.machine.effects import MessageReceived, Peer
 from weightbus.control.protocol.errors import ProtocolError
 from weightbus.control.protocol.messages import Alive, Heartbeat, ToAgent, ToCoordinator
@@ -194,14 +194,14 @@ class Network:
                 self.judge.heard(connection.line.name, each.message)
         return taken
 
-    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> SendOutcome:
         """Send without waiting."""
         coordinator = self.coordinator
         assert coordinator is not None
         coordinator.passes("send", "before")
         connection = self._connections.get(peer)
         if connection is None or not connection.coordinator_open:
-            return Delivery.GONE
+            return SendOutcome.GONE
         if not isinstance(message, Alive):
             self.judge.said(connection.line.name, message)
         if not self._lost(connection.line.name, message):
@@ -209,11 +209,11 @@ class Network:
             connection.down_until = max(connection.down_until, earliest)
             self.loop.at(connection.down_until, lambda: self._arrive_down(connection, message, blob))
         coordinator.passes("send", "after")
-        return Delivery.SENT
+        return SendOutcome.SENT
 
     def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
         """Send to one after the other; the coordinator may die between any two."""
-        return [peer for peer in peers if self.send(peer, message) is Delivery.GONE]
+        return [peer for peer in peers if self.send(peer, message) is SendOutcome.GONE]
 
     def _arrive_down(self, connection: Connection, message: ToAgent, blob: bytes | None) -> None:
         if not connection.reads or not connection.line.owner.alive:

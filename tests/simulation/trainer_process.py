@@ -157,7 +157,7 @@ class TrainerProcess(Process):
             case m.Withdraw():
                 return ev.EnginesWithdrawn(message.epoch, message.engines)
             case m.RoundDone():
-                return ev.RoundEnded(
+                return ev.RoundDoneReceived(
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
                 )
             case m.Welcome():

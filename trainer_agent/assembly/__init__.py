@@ -18,6 +18,6 @@ if TYPE_CHECKING:
         unreadable_reason as unreadable_reason,
         upload_spans_of as upload_spans_of,
     )
-    from .gather_plan import BucketPlan as BucketPlan, Placement as Placement, plan as plan
+    from .gather_plan import BucketPlan as BucketPlan, StridedCopy as StridedCopy, plan as plan
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

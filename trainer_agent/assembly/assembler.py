@@ -26,7 +26,7 @@ from weightbus.dataplane.memory import addresses_of
 from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, TensorSpec
 
 from ..source import AssemblyFailed, LayoutMismatch
-from .gather_plan import BucketPlan, GatherContribution, GatherMessage, Placement
+from .gather_plan import BucketPlan, GatherContribution, GatherMessage, StridedCopy
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """Dtypes that may travel, by the names that manifests use."""
@@ -92,7 +92,7 @@ class UploadSpans(NamedTuple):
     nbytes: int
 
 
-def upload_spans_of(placements: Iterable[Placement], item_bytes: Mapping[int, int]) -> UploadSpans | None:
+def upload_spans_of(placements: Iterable[StridedCopy], item_bytes: Mapping[int, int]) -> UploadSpans | None:
     """Spans of `placements` in the storages of `item_bytes`; None if most of their bytes would be waste.
 
     `item_bytes` holds the bytes of an element of every storage that has to be uploaded.
@@ -160,7 +160,7 @@ class Uploads:
         self._begun: int | None = None
         """Bucket that is being copied into the next buffer."""
 
-    def take(self, bucket: int) -> Callable[[Placement], torch.Tensor | None] | None:
+    def take(self, bucket: int) -> Callable[[StridedCopy], torch.Tensor | None] | None:
         """Views of a bucket's placements on the device, None for one that is not uploaded. Ends with `used`.
 
         They are uploaded already, or now. None if nothing of the bucket is uploaded.
@@ -180,7 +180,7 @@ class Uploads:
         self._upload_stream.arrived(self._buffer_index)
         near = {span.storage: self._in_buffer(span) for span in wanted.spans.values()}
 
-        def view(place: Placement) -> torch.Tensor | None:
+        def view(place: StridedCopy) -> torch.Tensor | None:
             run = near.get(place.storage)
             if run is None:
                 return None
@@ -409,13 +409,13 @@ class Assembler:
             return None
         return upload_spans_of(_placements(contribution.messages), far)
 
-    def _uploaded_views(self, index: int) -> Callable[[Placement], torch.Tensor] | None:
+    def _uploaded_views(self, index: int) -> Callable[[StridedCopy], torch.Tensor] | None:
         """Views of the contribution's shards on the device, if they are uploaded as they lie."""
         uploaded = self._uploads.take(index) if self._uploads is not None else None
         if uploaded is None:
             return None
 
-        def view(place: Placement) -> torch.Tensor:
+        def view(place: StridedCopy) -> torch.Tensor:
             found = uploaded(place)
             return self._source(place) if found is None else found
 
@@ -494,7 +494,7 @@ class Assembler:
         return None
 
     def _pack(
-        self, messages: Sequence[GatherMessage], memory: torch.Tensor, source: Callable[[Placement], torch.Tensor]
+        self, messages: Sequence[GatherMessage], memory: torch.Tensor, source: Callable[[StridedCopy], torch.Tensor]
     ) -> None:
         """Copy the shards of `messages`, one after another, into `memory`."""
         copies = _CopyBatch()
@@ -512,7 +512,7 @@ class Assembler:
         memory[: contribution.nbytes].copy_(near, non_blocking=True)
         self._pinned.sent(memory.device)
 
-    def _source(self, place: Placement) -> torch.Tensor:
+    def _source(self, place: StridedCopy) -> torch.Tensor:
         storage = self._storages[place.storage]
         return storage.as_strided(place.shape, place.strides, storage.storage_offset() + place.offset)
 
@@ -579,18 +579,18 @@ class _CopyBatch:
             torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def _placements(messages: Sequence[GatherMessage]) -> Iterable[Placement]:
+def _placements(messages: Sequence[GatherMessage]) -> Iterable[StridedCopy]:
     return (place for message in messages for place in message.placements)
 
 
-def _in_contribution(contribution: torch.Tensor, place: Placement) -> torch.Tensor:
+def _in_contribution(contribution: torch.Tensor, place: StridedCopy) -> torch.Tensor:
     """The shard within the contribution, contiguous."""
     nbytes = prod(place.shape) * ITEM_BYTES[place.dtype]
     typed = contribution[place.contribution_offset : place.contribution_offset + nbytes].view(DTYPES[place.dtype])
     return typed.view(place.shape)
 
 
-def _in_bucket(out: torch.Tensor, place: Placement) -> torch.Tensor:
+def _in_bucket(out: torch.Tensor, place: StridedCopy) -> torch.Tensor:
     """The shard within its served tensor, inside the bucket."""
     item = ITEM_BYTES[place.dtype]
     typed = out[: out.numel() // item * item].view(DTYPES[place.dtype])

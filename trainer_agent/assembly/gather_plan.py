@@ -36,7 +36,7 @@ ZERO_COPY_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 16
 
 
-class Placement(msgspec.Struct, frozen=True):
+class StridedCopy(msgspec.Struct, frozen=True):
     """One strided copy: from local tensor `storage` into a contribution, contiguous there, and into the bucket."""
 
     storage: int
@@ -66,7 +66,7 @@ class GatherMessage(msgspec.Struct, frozen=True):
     offset: int
     """Bytes from the start of the contribution."""
     nbytes: int
-    placements: tuple[Placement, ...]
+    placements: tuple[StridedCopy, ...]
     bucket_offset: int | None
     """Where all of a zero-copy message lies in the bucket; None for a packed message."""
     staged: bool
@@ -124,7 +124,7 @@ class _Row(msgspec.Struct):
     """Its bytes follow each other in the bucket."""
     as_served: bool
     """They do so in memory, too, and nothing is cast or added."""
-    placement: Placement
+    placement: StridedCopy
 
 
 def _rows(manifest: Manifest, shards: Shards) -> list[_Row]:
@@ -146,7 +146,7 @@ def _rows(manifest: Manifest, shards: Shards) -> list[_Row]:
     for index in order.tolist():
         shard = shards.at(index)
         tensor = int(space[index])
-        placement = Placement(
+        placement = StridedCopy(
             storage=shard.view.storage,
             dtype=shards.tensors[tensor].dtype,
             shape=shard.box.shape,
@@ -185,7 +185,7 @@ def _contribution(rows: Sequence[_Row], zero_copy_bytes: int) -> GatherContribut
     messages: list[GatherMessage] = []
     at = 0
     for members, bucket_offset in drafts:
-        placements: list[Placement] = []
+        placements: list[StridedCopy] = []
         size = 0
         for placement in _progressions(members):
             placements.append(msgspec.structs.replace(placement, contribution_offset=at + size))
@@ -218,7 +218,7 @@ def _in_place(run: Sequence[_Row]) -> bool:
     return len(run) == 1 and run[0].as_served
 
 
-def _progressions(rows: Sequence[_Row]) -> Iterable[Placement]:
+def _progressions(rows: Sequence[_Row]) -> Iterable[StridedCopy]:
     """Merge equal copies at equal distances into one with one more axis: the groups of a fused QKV, for example."""
     at = 0
     while at < len(rows):

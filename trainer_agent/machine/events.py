@@ -129,7 +129,7 @@ class ReportAcknowledged(Event, frozen=True):
     epoch: int
 
 
-class RoundEnded(Event, frozen=True):
+class RoundDoneReceived(Event, frozen=True):
     """The coordinator reports the end of a round."""
 
     epoch: int
@@ -165,7 +165,7 @@ AnyEvent = (
     | EnginesWithdrawn
     | DeliveryEnded
     | ReportAcknowledged
-    | RoundEnded
+    | RoundDoneReceived
     | Reconnected
     | Tick
 )

@@ -4,7 +4,7 @@ driver.py owns the connection to the coordinator, the staging buffers, the sende
 effects out in order and answers each with an event. This machine decides, and knows nothing of tensors.
 
     ACQUIRING  --LeaseObtained-->  DIGESTING  --DigestsReady-->  ANNOUNCING  --RoundAccepted-->  WAITING
-    WAITING    --SendRequested-->  SENDING  --DeliveryEnded-->  WAITING  --RoundEnded-->  DONE
+    WAITING    --SendRequested-->  SENDING  --DeliveryEnded-->  WAITING  --RoundDoneReceived-->  DONE
     WAITING, SENDING  --a request was not answered, or the coordinator is back-->  ANNOUNCING
     ANNOUNCING  --the coordinator lost the round, and an attempt is left-->  ACQUIRING
 
@@ -149,7 +149,7 @@ class Publication:
         self._pending_report: ev.ReportDelivery | None = None
         """The delivery report that the coordinator has not acknowledged."""
         self.result: PublicationResult | None = None
-        self.ended: ev.RoundEnded | None = None
+        self.ended: ev.RoundDoneReceived | None = None
         self._committed: HeldVersion | None = None
         self._retry_at: float | None = None
         self._give_up_at: float | None = None
@@ -220,7 +220,7 @@ class Publication:
             case ev.ReportAcknowledged():
                 self._pending_report = None
                 return ()
-            case ev.RoundEnded():
+            case ev.RoundDoneReceived():
                 return self._round_ended(event)
             case ev.Reconnected():
                 return self._reconnected(event)
@@ -379,7 +379,7 @@ class Publication:
         held = self._committed
         return held is not None and bool(self.table) and (held.version, held.table) == (self.version, self.table)
 
-    def _round_ended(self, event: ev.RoundEnded) -> Effects:
+    def _round_ended(self, event: ev.RoundDoneReceived) -> Effects:
         if self.state not in _IN_ROUND or event.version != self.version or event.epoch != self.lease:
             return ()
         stop = self._stop_delivery()

@@ -71,9 +71,9 @@ class GpuChecksumPlan:
             offset += row_bytes * rows
         return offset + parameter.zero_bytes
 
-    def _table(self, index: int) -> fmix.Table:
+    def _table(self, index: int) -> fmix.SegmentTable:
         bucket, offsets = self.manifest.buckets[index], self.manifest.offsets_of(index)
-        tables: list[fmix.Table] = []
+        tables: list[fmix.SegmentTable] = []
         for tensor in range(bucket.first, bucket.last):
             for at, box, offset in self._places[tensor]:
                 source, row_bytes, stride, rows = _runs(self.manifest, box)

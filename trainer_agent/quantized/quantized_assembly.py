@@ -27,7 +27,7 @@ from ..assembly import (
     BucketPlan,
     GatherExchange,
     MemoryAccess,
-    Placement,
+    StridedCopy,
     Uploads,
     UploadSpans,
     is_pinned,
@@ -116,7 +116,7 @@ class QuantizedAssembly:
         self._gather_plan: tuple[BucketPlan, ...] = ()
         if division.raw is not None and (raw_shards := division.raw_shards()) is not None:
             self._gather_plan = plan(division.raw, raw_shards, rank=rank, roots=self._raw_roots)
-        self._flags: ReadyFlags | None = None
+        self._flags: ArenaReadyFlags | None = None
         self.round = 0
         """Value of the ready flags."""
         self._storages: list[torch.Tensor] | None = None
@@ -282,7 +282,7 @@ class QuantizedAssembly:
 class ResidentQuantization(QuantizedAssembly):
     """All that one rank quantizes, in an arena that stays where it is, so that engines can read it.
 
-    Engines may read a part of the arena once its ready flag shows the number of the round (`ReadyFlags`). A
+    Engines may read a part of the arena once its ready flag shows the number of the round (`ArenaReadyFlags`). A
     publication ends before the next one is prepared.
     """
 
@@ -291,7 +291,7 @@ class ResidentQuantization(QuantizedAssembly):
         held = source.local_shards(source.tensors())
         base = int(held.storage.max()) + 1 if len(held) else 0
         resident_work = division.resident_work(source.rank, base)
-        flags = ReadyFlags(resident_work.work)
+        flags = ArenaReadyFlags(resident_work.work)
         work = msgspec.structs.replace(resident_work.work, arena_bytes=flags.arena_bytes)
         super().__init__(division, source, source, work)
         self._flags = self._ready = flags
@@ -378,7 +378,7 @@ class ReadyPart(NamedTuple):
     """Bytes of the arena that are complete when the flag is set, from its beginning."""
 
 
-class ReadyFlags:
+class ArenaReadyFlags:
     """Parts and flags of one rank's arena: readers begin with memory that the rank still quantizes.
 
     A rank quantizes into its arena from the beginning on, part by part. Its device sets the flag of a part, which lies
@@ -450,12 +450,12 @@ def _upload_spans(jobs: Sequence[QuantizeJob], far: dict[int, int]) -> UploadSpa
     return upload_spans_of(places, far) if places else None
 
 
-def _place(job: QuantizeJob) -> Placement | None:
+def _place(job: QuantizeJob) -> StridedCopy | None:
     """Where a job reads; None if it reads a gathered weight."""
     if job.held is None:
         return None
     view = job.held.view
-    return Placement(
+    return StridedCopy(
         storage=view.storage,
         dtype=job.held.dtype,
         shape=job.shape,

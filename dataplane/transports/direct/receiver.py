@@ -142,7 +142,7 @@ def _hear_table(attempt: Attempt) -> Tabled:
     """The digest table of a session that was begun without. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
     session = attempt.session
     reply = wire.RECEIVER.hear(attempt.connection, attempt.deadline, "the digest table")
-    if not isinstance(reply, wire.Table):
+    if not isinstance(reply, wire.ExpectedTable):
         raise PeerLost(f"the sender gave no digest table: {reason_of(reply)}")
     if len(reply.table) > wire.MOST_TABLE_BYTES or len(reply.seal) > wire.MOST_SEAL_BYTES:
         sizes = f"a digest table of {len(reply.table)} bytes with a seal of {len(reply.seal)} bytes"

@@ -18,12 +18,12 @@ from ...processes import Frames
 from ...reshard import LoadTrace, make_plan
 from .. import plan_exchange as wire
 from ..interface import Address, ExportedWeights, Peer, StagingBuffer, Tabled, TransferSession
-from ..sessions import EngineConnection, SocketSender
+from ..sessions import SidecarConnection, SocketSender
 
 _REMEMBERED: Final = 4096
 
 
-class _Reader(EngineConnection):
+class _Reader(SidecarConnection):
     asks: bool = False
     """For the digest table, which it has not got yet."""
 
@@ -70,7 +70,7 @@ class DirectSender(SocketSender[_Reader]):
         To be called when `offer` has returned; after `close` it says nothing. Raises `TransferFailed` for a session
         that was begun with its table or has got it, and for one that is larger than any.
         """
-        table = wire.Table(table=tabled.table.encode(), seal=tabled.seal)
+        table = wire.ExpectedTable(table=tabled.table.encode(), seal=tabled.seal)
         if len(table.table) > wire.MOST_TABLE_BYTES or len(table.seal) > wire.MOST_SEAL_BYTES:
             raise TransferFailed(
                 f"a digest table of {len(table.table)} bytes with a seal of {len(table.seal)} bytes is too large"

@@ -177,7 +177,7 @@ def to_be_taken(memory: torch.Tensor, deadline: Deadline) -> Deadline:
     return Deadline(min(deadline.left(), bucket_timeout_s(memory.nbytes)))
 
 
-class _Backend(backends.GlooReceive, Protocol):
+class _BroadcastBackend(backends.GlooReceive, Protocol):
     """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: c10d.BroadcastOptions) -> c10d.Work: ...
@@ -217,7 +217,7 @@ class BroadcastGroup(_Watched):
         name: str,
         device: torch.device,
         world_size: int,
-        backend: _Backend,
+        backend: _BroadcastBackend,
         connections: Connections | None = None,
         rank: int = ROOT,
     ) -> None:
@@ -227,7 +227,7 @@ class BroadcastGroup(_Watched):
         self.rank = rank
         self.world_size = world_size
         self._device = device
-        self._backend: _Backend | None = backend
+        self._backend: _BroadcastBackend | None = backend
 
     @classmethod
     def form(  # noqa: PLR0917
@@ -250,7 +250,7 @@ class BroadcastGroup(_Watched):
         prefixed = c10d.PrefixStore(f"{device.type}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
         try:
             if device.type == "cuda":
-                found = cast("_Backend", backends.make_nccl_group(prefixed, rank, world_size, deadline))
+                found = cast("_BroadcastBackend", backends.make_nccl_group(prefixed, rank, world_size, deadline))
                 group = cls(name, device, world_size, found, rank=rank)
                 if connect:
                     try:
@@ -259,7 +259,7 @@ class BroadcastGroup(_Watched):
                         group.abort()  # no other holds it
                         raise
                 return group
-            backend = cast("_Backend", backends.make_gloo_group(prefixed, host, rank, world_size, timeout))
+            backend = cast("_BroadcastBackend", backends.make_gloo_group(prefixed, host, rank, world_size, timeout))
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {world_size} ranks did not form: {error}") from error
         connections = connections_of(prefixed, rank, world_size) if rank == ROOT else None

@@ -35,7 +35,7 @@ from ...processes import (
     why_not_private,
 )
 from ..interface import Address, EngineServer, Peer, Receipt, StagingBuffer, TransferSession
-from ..sessions import BucketLoads, EngineConnection, SocketSender, check_bucket, reason_of, shake_hands
+from ..sessions import BucketLoads, SidecarConnection, SocketSender, check_bucket, reason_of, shake_hands
 
 _TELL_S: Final = 1.0
 _Text = Annotated[str, msgspec.Meta(max_length=2048)]
@@ -79,7 +79,7 @@ class BucketDone(WireMessage, frozen=True, tag="BucketDone"):
     generation: _Count
 
 
-class Finished(WireMessage, frozen=True, tag="Finished"):
+class BucketsLoaded(WireMessage, frozen=True, tag="Finished"):
     """Receiver: every bucket was loaded."""
 
 
@@ -90,13 +90,13 @@ class Failed(WireMessage, frozen=True, tag="Failed"):
 
 
 ToReceiver = Welcome | Refused | BucketReady | Failed
-ToSender = Hello | BucketDone | Finished | Failed
+ToSender = Hello | BucketDone | BucketsLoaded | Failed
 
 RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
 SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)
 
 
-class _Engine(EngineConnection):
+class _Engine(SidecarConnection):
     """One sidecar as the sender knows it."""
 
     def __init__(self, name: str) -> None:
@@ -167,7 +167,7 @@ class LocalSender(SocketSender[_Engine]):
         match SENDER.decode(packet):
             case BucketDone(index=index, generation=generation) if peer.reading.get(index) == generation:
                 del peer.reading[index]
-            case Finished() if not peer.reading:
+            case BucketsLoaded() if not peer.reading:
                 peer.finished = True
             case Failed(reason=reason):
                 self._drop(peer, reason)
@@ -230,7 +230,7 @@ class LocalReceiver:
             hello = Hello(channel=session.channel, epoch=session.epoch, engine=engine)
             shake_hands(RECEIVER, connection, hello, session.epoch, Welcome, deadline)
             checked = self._take_all(connection, session, server, deadline)
-            _tell(connection, Finished())
+            _tell(connection, BucketsLoaded())
         except Exception as error:
             _tell(connection, Failed(reason=f"{type(error).__name__}: {error}"[:2048]))
             raise
@@ -319,7 +319,7 @@ def _announced(connection: PacketFrames, index: int, deadline: Deadline) -> Buck
     return message
 
 
-def _tell(connection: PacketFrames, message: Failed | Finished) -> None:
+def _tell(connection: PacketFrames, message: Failed | BucketsLoaded) -> None:
     """Tell the sender how it ended. That it is gone changes nothing any more: the outcome here is decided."""
     with contextlib.suppress(DataplaneError):
         RECEIVER.say(connection, message, Deadline(_TELL_S))

@@ -70,7 +70,7 @@ class P2PChunk:
     """Rank of the other end."""
 
 
-class _Backend(backends.GlooReceive, Protocol):
+class _P2PBackend(backends.GlooReceive, Protocol):
     """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> c10d.Work: ...  # noqa: N803
@@ -100,7 +100,7 @@ class Posted(Protocol):
 class P2PGroup(OwnStream):
     """One rank of the group. `post` and `exchange` are called by one thread, `abort` by any."""
 
-    def __init__(self, backend: _Backend, device: torch.device, rank: int, size: int) -> None:
+    def __init__(self, backend: _P2PBackend, device: torch.device, rank: int, size: int) -> None:
         super().__init__(device)
         self.rank = rank
         self.size = size
@@ -130,7 +130,7 @@ class P2PGroup(OwnStream):
         try:
             if device.type == "cuda":
                 group = cls(
-                    cast("_Backend", backends.make_nccl_group(prefixed, rank, size, deadline)), device, rank, size
+                    cast("_P2PBackend", backends.make_nccl_group(prefixed, rank, size, deadline)), device, rank, size
                 )
                 try:
                     group._connect(to, from_, deadline)
@@ -139,7 +139,7 @@ class P2PGroup(OwnStream):
                     raise
                 return group
             timeout = timedelta(seconds=deadline.check("the group to form"))
-            backend = cast("_Backend", backends.make_gloo_group(prefixed, host, rank, size, timeout))
+            backend = cast("_P2PBackend", backends.make_gloo_group(prefixed, host, rank, size, timeout))
             return cls(backend, device, rank, size)
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {size} ranks did not form: {_short(error)}") from error
@@ -263,7 +263,7 @@ def warm(device: torch.device) -> None:
         return
     torch.cuda.set_device(device)
     deadline = Deadline(_WARM_S)
-    alone = P2PGroup(cast("_Backend", backends.make_nccl_group(c10d.HashStore(), 0, 1, deadline)), device, 0, 1)
+    alone = P2PGroup(cast("_P2PBackend", backends.make_nccl_group(c10d.HashStore(), 0, 1, deadline)), device, 0, 1)
     try:
         alone._connect(frozenset({0}), frozenset({0}), deadline)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     finally:

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from weightbus.control.bus import sockets
-from weightbus.control.bus.interface import ConnectionRejected, Delivery, Rejected, Throttled, TrustRevoked
+from weightbus.control.bus.interface import ConnectionRejected, Rejected, SendOutcome, Throttled, TrustRevoked
 from weightbus.control.bus.sockets import DealerLink, RateLimiter, RouterBus, ServerKeys, new_keypair, public_of
 from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
 from weightbus.control.machine.effects import MessageReceived, Peer, Principal
@@ -82,7 +82,7 @@ def test_messages_go_both_ways(bus: RouterBus) -> None:
     assert isinstance(first, MessageReceived)
     assert (first.message, first.blob, first.principal) == (GetStatus(request=RequestId("k")), None, None)
     assert first.peer != second.peer
-    assert bus.send(first.peer, Ack(request=RequestId("k"))) is Delivery.SENT
+    assert bus.send(first.peer, Ack(request=RequestId("k"))) is SendOutcome.SENT
     assert heard(one) == [(Ack(request=RequestId("k")), None)]
     assert other.poll(0.01) == []
     one.close()
@@ -91,14 +91,14 @@ def test_messages_go_both_ways(bus: RouterBus) -> None:
 
 def test_unknown_and_lost_peers_are_told(bus: RouterBus) -> None:
     """Sending to an unknown peer is an answer, not a silent drop."""
-    assert bus.send(Peer(b"nobody"), Ack(request=RequestId("k"))) is Delivery.GONE
+    assert bus.send(Peer(b"nobody"), Ack(request=RequestId("k"))) is SendOutcome.GONE
     link = link_to(bus)
     peer = say(bus, link).peer
     link.close()
 
     def gone() -> bool:
         bus.poll(0.02)
-        return bus.send(peer, Ack(request=RequestId("k"))) is Delivery.GONE
+        return bus.send(peer, Ack(request=RequestId("k"))) is SendOutcome.GONE
 
     until(gone)
 
@@ -108,14 +108,14 @@ def test_slow_peer_is_queued_then_gone(bus: RouterBus, monkeypatch: pytest.Monke
     monkeypatch.setattr(sockets, "QUEUE_LIMIT", 3)
     link = link_to(bus)
     peer = say(bus, link).peer
-    monkeypatch.setattr(bus, "_offer", lambda *_: Delivery.QUEUED)
+    monkeypatch.setattr(bus, "_offer", lambda *_: SendOutcome.QUEUED)
     answers = [Ack(request=RequestId(f"k{i}")) for i in range(4)]
-    assert [bus.send(peer, each) for each in answers] == [Delivery.QUEUED] * 3 + [Delivery.GONE]
-    assert bus.send(peer, answers[0]) is Delivery.QUEUED
-    assert bus.send(peer, answers[1]) is Delivery.QUEUED
+    assert [bus.send(peer, each) for each in answers] == [SendOutcome.QUEUED] * 3 + [SendOutcome.GONE]
+    assert bus.send(peer, answers[0]) is SendOutcome.QUEUED
+    assert bus.send(peer, answers[1]) is SendOutcome.QUEUED
     monkeypatch.undo()
     bus.poll(0.0)
-    assert bus.send(peer, answers[2]) is Delivery.SENT
+    assert bus.send(peer, answers[2]) is SendOutcome.SENT
     got: list[object] = []
     until(lambda: got.extend(link.poll(0.5)) or len(got) == 3)
     assert got == [(each, None) for each in answers[:3]]
@@ -135,7 +135,7 @@ def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
     assert isinstance(asked, MessageReceived)
     page = BlobPage(request=RequestId("k"), digest=Digest("0" * 64), page=0, pages=1)
     blob, taken = bytes(512 * 1024), 0
-    while bus.send(asked.peer, page, blob) is not Delivery.GONE:
+    while bus.send(asked.peer, page, blob) is not SendOutcome.GONE:
         taken += 1
         assert taken < 2 * sockets.UNREAD + sockets.QUEUE_BYTES // len(blob)
     assert taken > sockets.QUEUE_BYTES // len(blob)
@@ -174,8 +174,8 @@ def test_a_flood_is_dropped_and_its_neighbor_heard(bus: RouterBus) -> None:
 def test_queue_of_a_peer_that_left_is_dropped(bus: RouterBus, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was queued goes with its peer, and when the coordinator forgets it."""
     for peer in (Peer(b"one"), Peer(b"two")):
-        monkeypatch.setattr(bus, "_offer", lambda *_: Delivery.QUEUED)
-        assert bus.send(peer, Ack(request=RequestId("k"))) is Delivery.QUEUED
+        monkeypatch.setattr(bus, "_offer", lambda *_: SendOutcome.QUEUED)
+        assert bus.send(peer, Ack(request=RequestId("k"))) is SendOutcome.QUEUED
     monkeypatch.undo()
     bus.forget(Peer(b"two"))
     bus.poll(0.0)

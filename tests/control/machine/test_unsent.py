@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.bus.interface import Delivery
+from weightbus.control.bus.interface import SendOutcome
 from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.effects import AnyObservation, EngineFailed, Peer, Refusal
 from weightbus.control.protocol.errors import Malformed
@@ -151,13 +151,13 @@ def test_an_engine_that_cannot_be_told_what_to_do_outside_of_rounds_is_not_told_
 class _Unwriting(MemoryBus):
     """Has a message that is none."""
 
-    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> SendOutcome:
         if isinstance(message, Transfer):
             raise Malformed("Transfer cannot be encoded")
         return super().send(peer, message, blob)
 
     def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
-        return [peer for peer in peers if self.send(peer, message) is Delivery.GONE]
+        return [peer for peer in peers if self.send(peer, message) is SendOutcome.GONE]
 
 
 @pytest.mark.parametrize("engines", [1, 2])

@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from weightbus.control.bus.interface import AgentLink, Delivery, Incoming, TrustRevoked
+from weightbus.control.bus.interface import AgentLink, Incoming, SendOutcome, TrustRevoked
 from weightbus.control.bus.sockets import DealerLink, RouterBus
 from weightbus.control.journal.etcd import Deposed, Etcd, KeyValue, Term, TxnResult
 from weightbus.control.journal.etcd_journal import EtcdJournal
@@ -406,7 +406,7 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
     """Acknowledgements wait for a quiet moment, but not when their agent is told something anyway."""
     bus = MemoryBus()
     sent: list[tuple[Peer, Message]] = []
-    bus.send = lambda peer, message, _blob=None: (sent.append((peer, message)), Delivery.SENT)[1]  # type: ignore[method-assign,assignment]
+    bus.send = lambda peer, message, _blob=None: (sent.append((peer, message)), SendOutcome.SENT)[1]  # type: ignore[method-assign,assignment]
     journal = SqliteJournal(tmp_path / "journal", by=1)
     server = EventLoop(bus, journal, LIMITS, observe=lambda _what: None)
     one, two = Peer(b"one"), Peer(b"two")

@@ -281,7 +281,7 @@ def test_a_receiver_that_does_not_read_a_table_keeps_no_receiver_from_it(tmp_pat
     until(lambda: crowd.sender._peers["fast"].finished)
 
     assert time.monotonic() - began < 5.0
-    assert isinstance(table, direct_wire.Table)
+    assert isinstance(table, direct_wire.ExpectedTable)
     assert table == crowd.hear("slow")
     crowd.say("slow", direct_wire.Finished())
     assert crowd.end() == {}
@@ -321,7 +321,7 @@ def test_a_receiver_that_stands_still_while_it_speaks_holds_no_receiver(tmp_path
     crowd.sender.tabled(crowd.tabled)
     began = time.monotonic()
 
-    assert isinstance(crowd.hear("fast"), direct_wire.Table)
+    assert isinstance(crowd.hear("fast"), direct_wire.ExpectedTable)
     crowd.say("fast", direct_wire.Finished())
     until(lambda: crowd.sender._peers["fast"].finished)
 
@@ -420,7 +420,9 @@ def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path) -> None
     pipe.settimeout(WAIT_S)
     while block := pipe.recv(1 << 20):
         came += block
-    table = framed(direct_wire.SENDER.encode(direct_wire.Table(table=crowd.tabled.table.encode(), seal=b"signed")))
+    table = framed(
+        direct_wire.SENDER.encode(direct_wire.ExpectedTable(table=crowd.tabled.table.encode(), seal=b"signed"))
+    )
     assert 0 < len(came) < len(table)
     assert table.startswith(came)
     assert crowd.end() == {"slow": "no slow", "idle": "no idle"}
@@ -451,7 +453,7 @@ def test_a_receiver_that_asks_once_is_told_once(tmp_path: Path, monkeypatch: pyt
     crowd.say("e", direct_wire.GiveTable())
     crowd.sender.tabled(crowd.tabled)
     go_on.set()
-    assert isinstance(crowd.hear("e"), direct_wire.Table)
+    assert isinstance(crowd.hear("e"), direct_wire.ExpectedTable)
     assert not crowd.engines["e"].readable(0.5)
     crowd.say("e", direct_wire.Finished())
     assert crowd.end() == {}

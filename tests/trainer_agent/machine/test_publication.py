@@ -33,8 +33,8 @@ def send(epoch: int, version: int = 7) -> ev.SendRequested:
     return ev.SendRequested(epoch, version, RECEIVERS, 60.0)
 
 
-def ended(outcome: Outcome = Outcome.COMMITTED, epoch: int = 3, version: int = 7) -> ev.RoundEnded:
-    return ev.RoundEnded(epoch, version, outcome, "because", (), {"total": 1.0})
+def ended(outcome: Outcome = Outcome.COMMITTED, epoch: int = 3, version: int = 7) -> ev.RoundDoneReceived:
+    return ev.RoundDoneReceived(epoch, version, outcome, "because", (), {"total": 1.0})
 
 
 def brought_to(state: PublicationState, limits: publication.PublishLimits = LIMITS) -> Publication:

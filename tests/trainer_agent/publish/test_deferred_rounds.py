@@ -127,7 +127,7 @@ class Publisher(Trainer):
                 self.feed(ev.SendRequested(message.epoch, message.version, message.receivers, message.deadline_s))
             case RoundDone():
                 self.feed(
-                    ev.RoundEnded(
+                    ev.RoundDoneReceived(
                         message.epoch,
                         message.version,
                         message.outcome,

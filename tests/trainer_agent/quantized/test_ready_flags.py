@@ -12,7 +12,7 @@ from weightbus.trainer_agent.export.memory_export import PreparingSource
 from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, QuantizeJob, RankWork, WeightPlace
 from weightbus.trainer_agent.quantized.quantized_assembly import (
     SHARES,
-    ReadyFlags,
+    ArenaReadyFlags,
     ReadyPart,
     ResidentQuantization,
     ready_parts_of,
@@ -45,7 +45,7 @@ def test_parts_grow_with_what_a_reader_has_copied_meanwhile() -> None:
         ReadyPart(64, 1024),
     )
     assert len(ready_parts_of(many)) == len(SHARES) + 1
-    flags = ReadyFlags(many)
+    flags = ArenaReadyFlags(many)
     assert flags.offset == 1024
     assert flags.arena_bytes == 1024 + 5 * 8
     assert flags.job_cuts == (4, 8, 16, 32)
@@ -83,9 +83,9 @@ def test_marks_are_set_behind_what_they_speak_of(monkeypatch: pytest.MonkeyPatch
 
 def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization) -> None:
     shown: list[tuple[list[int], torch.Tensor]] = []
-    mark = ReadyFlags.set
+    mark = ArenaReadyFlags.set
 
-    def watched(self: ReadyFlags, arena: torch.Tensor, part: int, value: int) -> None:
+    def watched(self: ArenaReadyFlags, arena: torch.Tensor, part: int, value: int) -> None:
         shown.append((self.of(arena).tolist(), arena.clone()))
         mark(self, arena, part, value)
 
@@ -98,7 +98,7 @@ def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization)
         quantize(self, index, out)
 
     with monkeypatch.context() as watching:
-        watching.setattr(ReadyFlags, "set", watched)
+        watching.setattr(ArenaReadyFlags, "set", watched)
         watching.setattr(ResidentQuantization, "_quantize", first)
         resident.prepare()
     parts = resident.parts

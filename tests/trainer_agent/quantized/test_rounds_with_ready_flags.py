@@ -18,7 +18,7 @@ from weightbus.dataplane.transports.interface import Peer, Tabled, TransferSessi
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.trainer_agent.export.memory_export import MemoryExport
-from weightbus.trainer_agent.quantized.quantized_assembly import ReadyFlags, ResidentQuantization
+from weightbus.trainer_agent.quantized.quantized_assembly import ArenaReadyFlags, ResidentQuantization
 from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantized
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
@@ -53,7 +53,7 @@ class Making:
         self.may = threading.Semaphore(0)
         self.ends = 0
         self._begun = threading.Event()
-        make, mark = ResidentQuantization.prepare, ReadyFlags.set
+        make, mark = ResidentQuantization.prepare, ArenaReadyFlags.set
 
         def begin(resident: ResidentQuantization) -> None:
             self._begun.clear()
@@ -61,13 +61,13 @@ class Making:
             self.thread.start()
             assert self._begun.wait(WAIT_S)
 
-        def stop(flags: ReadyFlags, arena: torch.Tensor, part: int, value: int) -> None:
+        def stop(flags: ArenaReadyFlags, arena: torch.Tensor, part: int, value: int) -> None:
             self._begun.set()
             assert self.may.acquire(timeout=WAIT_S)
             mark(flags, arena, part, value)
 
         monkeypatch.setattr(ResidentQuantization, "prepare", begin)
-        monkeypatch.setattr(ReadyFlags, "set", stop)
+        monkeypatch.setattr(ArenaReadyFlags, "set", stop)
 
 
 @pytest.fixture
