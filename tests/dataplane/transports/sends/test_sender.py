@@ -21,10 +21,19 @@ from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, ma
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports import plan_exchange as direct_wire
-from weightbus.dataplane.transports.interface import ExportedWeights, Layout, Peer, TransferSession
+from weightbus.dataplane.transports.interface import ExportedWeights, Group, Layout, Peer, TransferSession
 from weightbus.dataplane.transports.sends import messages as wire
 from weightbus.dataplane.transports.sends.plan_agreement import PlanAgreement
-from weightbus.dataplane.transports.sends.sender import LESS, ConnectedPeer, SendsSender
+from weightbus.dataplane.transports.sends.sender import (
+    LESS,
+    MOST_KEPT,
+    ConnectedPeer,
+    Formed,
+    KeptGroups,
+    SendsSender,
+    crowded,
+    seen_by,
+)
 
 from ....kit.toy_sends import SendsWorld
 from ....kit.waiting import until
@@ -566,3 +575,119 @@ def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.Monk
     assert str(failures[0]) == "the sender was closed"
     assert crowd.sender.failed == {}
     crowd.close()
+
+
+# Which groups of rounds before the leader of sends speaks of. No sockets.
+
+
+def have(*names: str) -> KeptGroups:
+    """Groups of one engine each, used for version 1."""
+    stood = KeptGroups()
+    stood.turn_to(1)
+    for name in names:
+        stood.keep(Formed(f"g-{name}", f"members of {name}", frozenset({name})))
+    return stood
+
+
+def everybody(_name: str) -> bool:
+    return True
+
+
+def test_a_group_is_used_by_the_same_members_if_all_have_it() -> None:
+    """And until everything has moved in it again it is nobody's."""
+    stood = have("a", "b")
+    found = stood.take("members of a", frozenset({"a"}), everybody)
+    assert found is not None
+    assert (found.name, stood.names) == ("g-a", ("g-b",))
+    stood.keep(found)
+    assert stood.take("other members of a", frozenset({"a"}), everybody) is None
+    assert stood.take("members of b", frozenset({"b"}), lambda name: name != "g-b") is None
+    assert stood.names == ()
+
+
+def test_an_engine_is_in_one_group() -> None:
+    """A member that forms another group has left all others; groups without such a member stay."""
+    stood = have("a", "b", "c")
+    assert stood.take("members of a and b", frozenset({"a", "b"}), everybody) is None
+    assert stood.names == ("g-c",)
+    stood.keep(Formed("g-ab", "members of a and b", frozenset({"a", "b"})))
+    assert stood.take("members of a", frozenset({"a"}), everybody) is None
+    assert stood.names == ("g-c",)
+
+
+def test_each_member_is_told_its_own_rank() -> None:
+    """Of a group that is the same for all besides."""
+    group = Group(store="s", name="g", size=3, rank=0, form_s=1.0, turn_s=2.0)
+    assert seen_by(2, group) == Group(store="s", name="g", size=3, rank=2, form_s=1.0, turn_s=2.0)
+
+
+def test_a_group_that_a_version_did_not_need_is_not_kept_for_long() -> None:
+    """It may come in its turn of the next version, and not later; attempts and catch-ups do not count."""
+    stood = have("a", "b")
+    for version in (1, 2, 2):
+        stood.turn_to(version)
+        assert stood.names == ("g-a", "g-b")
+    found = stood.take("members of a", frozenset({"a"}), everybody)
+    assert found is not None
+    stood.keep(found)
+    stood.turn_to(3)
+    assert stood.names == ("g-a",)
+
+
+def test_with_more_turns_than_can_be_kept_those_that_are_stay() -> None:
+    """Taking one in for another that comes next would never find any."""
+    stood = have(*map(str, range(MOST_KEPT)))
+    assert not stood.room
+    found = stood.take("members of 0", frozenset({"0"}), everybody)
+    assert found is not None
+    assert stood.room
+
+
+# Engines that are left out of a group over NCCL, and the reason that is reported.
+
+
+def test_workers_on_gpus_of_their_own_are_in() -> None:
+    """As is who has none: there it is gloo's."""
+    assert crowded({0: "a", 1: "b"}, {"e": ("c", "d"), "f": ("", "")}) == {}
+    assert crowded({0: "", 1: ""}, {"e": ("",)}) == {}
+
+
+def test_the_first_engine_on_a_gpu_has_it() -> None:
+    """The second one could be in a group of its own, and its other GPUs are nobody's."""
+    found = crowded({0: "a"}, {"e": ("b",), "f": ("c", "b"), "g": ("c",)})
+    assert {name: each.spared for name, each in found.items()} == {"f": True}
+    assert "a worker of f and a worker of e are on GPU b" in found["f"].reason
+
+
+def test_every_gpu_of_the_first_engine_is_taken() -> None:
+    """Not that of its first worker alone."""
+    found = crowded({}, {"e": ("a", "b"), "f": ("b",)})
+    assert list(found) == ["f"]
+    assert found["f"].spared
+
+
+def test_a_worker_without_a_gpu_hides_no_member() -> None:
+    """Its neighbor's GPU may be taken all the same."""
+    found = crowded({0: ""}, {"e": ("", "b"), "f": ("", "b"), "g": ("",)})
+    assert list(found) == ["f"]
+
+
+def test_an_engine_on_a_rank_of_the_trainer_is_in_no_group() -> None:
+    """However often the version is sent."""
+    found = crowded({0: "a"}, {"e": ("b", "a")})
+    assert not found["e"].spared
+    assert "rank 0 of the trainer" in found["e"].reason
+
+
+def test_two_workers_of_one_engine_are_seen() -> None:
+    """It is in no group either, and keeps nobody else from its GPU."""
+    found = crowded({}, {"e": ("a", "a"), "f": ("a",)})
+    assert {name: each.spared for name, each in found.items()} == {"e": False}
+    assert "another of its workers" in found["e"].reason
+
+
+def test_two_ranks_on_a_gpu_end_it_for_all() -> None:
+    """They are in every group: another transport of an engine would help nobody, as all of them would need it."""
+    told = "rank 0 of the trainer and rank 1 are on GPU a.*leave sends out of the trainer's setting transport"
+    with pytest.raises(TransferFailed, match=told):
+        crowded({0: "a", 1: "a"}, {"e": ("b",)})

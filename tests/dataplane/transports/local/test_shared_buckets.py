@@ -9,15 +9,19 @@ import os
 import socket
 import stat
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
+from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.processes.connections import Deadline, open_runtime_dir
-from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.interface import Peer, SharedBucket
+from weightbus.dataplane.transports.local import shared_buckets as module
 from weightbus.dataplane.transports.local.shared_buckets import (
     RECEIVER,
     Hello,
@@ -26,7 +30,7 @@ from weightbus.dataplane.transports.local.shared_buckets import (
     connect,
 )
 
-from ...loopback import LoopbackServer, make_manifest, make_session
+from ...loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all
 
 NOBODY = 65534
 SESSION = make_session(3, 1, make_manifest())
@@ -189,3 +193,48 @@ def test_a_listener_of_another_user_is_found_out(run: Path) -> None:
             os.seteuid(0)
         with pytest.raises(PeerLost, match=f"user {NOBODY}"):
             connect(os.fspath(path), Deadline(30))
+
+
+# What a sidecar asks of its server over the local transport, and how long it waits for it.
+
+
+BUCKETS = 6
+PATIENCE_S = 60.0
+STILL_S = 0.5
+
+
+class Stopped(LoopbackServer):
+    """Its workers stand still from the second bucket on."""
+
+    def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
+        """Answer nothing, as long as is waited for it."""
+        if self.loads < 1:
+            return super().load_shared(bucket, deadline_s)
+        self.loads += 1
+        time.sleep(deadline_s)
+        raise TransferFailed(f"no answer in {deadline_s:.1f} s")
+
+
+def test_a_server_that_stands_still_in_a_load_is_given_up_long_before_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All engines of a round stand still for it meanwhile. It is asked for nothing more, and the sender hears of it."""
+    asked: list[int] = []
+    monkeypatch.setattr(module, "bucket_timeout_s", lambda nbytes: (asked.append(nbytes), STILL_S)[1])
+    session, places, server = make_session(1, 1, make_manifest(BUCKETS)), Places(tmp_path), Stopped()
+    sender, receiver = places.sender("local"), places.receiver("local")
+    pool = BucketBuffers("cpu", 2, session.manifest.largest_bucket, CHANNEL)
+    address, began = sender.offer(session, [Peer("e0", 1)]), time.monotonic()
+    with ThreadPoolExecutor(1) as thread:
+        taken = thread.submit(receiver.receive, session, address, "e0", 0, server, PATIENCE_S)
+        sender.ready(PATIENCE_S)
+        with pytest.raises(TransferFailed):
+            send_all(sender, session, pool, PATIENCE_S)
+        assert "no answer in 0.5 s" in str(taken.exception(PATIENCE_S))
+    assert STILL_S <= time.monotonic() - began < PATIENCE_S / 4
+    assert server.loads == 2
+    assert "no answer" in sender.failed["e0"]
+    assert asked[0] == session.manifest.buckets[0].nbytes
+    sender.close()
+    receiver.shutdown()
+    pool.close()
