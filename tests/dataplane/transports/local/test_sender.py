@@ -17,7 +17,7 @@ from weightbus.dataplane.processes.connections import Deadline, PacketFrames
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.local.shared_buckets import (
     RECEIVER,
-    Finished,
+    BucketsLoaded,
     Hello,
     LocalSender,
     connect,
@@ -76,7 +76,7 @@ def test_an_engine_that_has_finished_is_not_waited_for(sender: LocalSender) -> N
     pool = BucketBuffers("cpu", 2, SESSION.manifest.largest_bucket, CHANNEL)
     frames = come(sender.offer(SESSION, [Peer("e0", 1)]).address)
     sender.ready(WAIT_S)
-    RECEIVER.say(frames, Finished(), Deadline(WAIT_S))
+    RECEIVER.say(frames, BucketsLoaded(), Deadline(WAIT_S))
     sender.finish(WAIT_S)
     sender.send(0, pool.buffers[0], WAIT_S)
     frames.close()
