@@ -207,12 +207,12 @@ def test_a_server_that_was_launched_again_loads_what_was_kept(
     monkeypatch.setattr(SavedReceiver, "_load", looked)
     publish(deployment, 7)
     deployment.fake.restart()
-    until("the pause", lambda: deployment.fake.mode == "retract")
-    until("the version", lambda: deployment.view.health is EngineHealth.CLEAN and deployment.view.held is not None)
+    until(lambda: deployment.fake.mode == "retract", "the pause")
+    until(lambda: deployment.view.health is EngineHealth.CLEAN and deployment.view.held is not None, "the version")
     assert deployment.view.held.version == 7
     assert deployment.fake.label == "7"
     assert deployment.agent is not None
-    until("the ready list", lambda: deployment.agent is not None and deployment.agent._readiness().ready)
+    until(lambda: deployment.agent is not None and deployment.agent._readiness().ready, "the ready list")
     assert "update_weights_from_disk" in " ".join(deployment.fake.calls)
     assert free
     assert not any(free)
@@ -224,18 +224,18 @@ def test_a_server_that_gave_its_memory_back_does_not_load_the_files_of_what_it_h
     deployment.gives_back = True
     deployment.start()
     publish(deployment, 7)
-    until("the version", lambda: deployment.view.held is not None)
+    until(lambda: deployment.view.held is not None, "the version")
     assert deployment.agent is not None
     url = f"http://127.0.0.1:{deployment.agent.http_port}"
     assert httpx.post(f"{url}/give-back", trust_env=False, timeout=60).status_code == 200
     machine = deployment.agent._file_resync._machine
-    until("the look", lambda: deployment.view.memory_released and machine._known == 7)
+    until(lambda: deployment.view.memory_released and machine._known == 7, "the look")
     assert httpx.get(f"{url}/status", trust_env=False).json()["engine"]["lent"] is True
     now = time.monotonic()
     assert not machine.looks(deployment.view, 7, now)
     assert not machine.looks(deployment.view, 7, now + 1000.0)
     publish(deployment, 8)
-    until("the next version", lambda: deployment.view.held is not None and deployment.view.held.version == 8)
+    until(lambda: deployment.view.held is not None and deployment.view.held.version == 8, "the next version")
     assert not deployment.view.memory_released
     assert (deployment.fake.lent, deployment.fake.label) == (set(), "8")
 
@@ -266,12 +266,12 @@ def test_files_that_are_not_what_was_committed_are_not_loaded(
 
     monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(info=noted, warning=noted))
     deployment.fake.restart()
-    until("the pause", lambda: deployment.fake.mode == "retract")
+    until(lambda: deployment.fake.mode == "retract", "the pause")
     assert deployment.agent is not None
     machine = deployment.agent._file_resync._machine
-    until("the attempt", lambda: machine._not_before > 0)
+    until(lambda: machine._not_before > 0, "the attempt")
     assert said == ([str(folder)] if how == "gone" else [])
     assert "update_weights_from_disk" not in " ".join(deployment.fake.calls[-20:])
     assert deployment.fake.mode == "retract"
     publish(deployment, 8)
-    until("the repair", lambda: deployment.view.held is not None and deployment.view.held.version == 8)
+    until(lambda: deployment.view.held is not None and deployment.view.held.version == 8, "the repair")

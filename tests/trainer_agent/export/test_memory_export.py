@@ -223,7 +223,7 @@ def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch:
     export = RegionExporter.export
 
     def refuse(exporter: RegionExporter, tensors: Sequence[torch.Tensor], **how: Any) -> object:
-        if exporter._holder == 1:
+        if exporter._rank == 1:
             raise NotExportable("an expandable segment")
         return export(exporter, tensors, **how)
 
