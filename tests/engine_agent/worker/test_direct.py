@@ -473,9 +473,9 @@ def test_messages_do_not_grow_with_tensors(tmp_path: Path, monkeypatch: pytest.M
         sent.append(len(message))
         send(frames, message, deadline, fds)
 
-    def pushed(frames: Frames, framed: memoryview) -> memoryview:
+    def pushed(frames: Frames, framed: memoryview, fds: Sequence[int] = ()) -> memoryview:
         sent.append(len(framed))
-        return push(frames, framed)
+        return push(frames, framed, fds)
 
     monkeypatch.setattr(Frames, "send", counted)
     monkeypatch.setattr(Frames, "push", pushed)
