@@ -520,7 +520,7 @@ class AckBatcher:
         return bool(self._prompt)
 
     def take_before(self, peers: Sequence[Peer], message: Message) -> list[tuple[Peer, Ack]]:
-        """The acknowledgements to send to `peers` before `message`; those that it implies are dropped."""
+        """Acknowledgements that `peers` are owed before `message`; the ones that it implies are dropped."""
         first: list[tuple[Peer, Ack]] = []
         prompt, held = self._prompt, self._held
         covered, told = _IMPLIED_BY.get(type(message), frozenset[type[Message]]()), getattr(message, "epoch", 0)

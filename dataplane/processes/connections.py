@@ -602,7 +602,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class WireEnd(Generic[Out, In]):
-    """One end of a conversation: the union of messages that it says, and of those that it hears.
+    """One end of a conversation: the union of messages that it says, and the union of messages that it hears.
 
     Bytes are carried by `Frames`, or by what takes whole packets, such as a `ConnectionPool`.
     """

@@ -192,7 +192,8 @@ def trainer_shards(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
         tables.append(np.column_stack([block.first + rows[:, 0], base, stride, count, rows[:, 2:]]))
         if block.experts:
             rows = _over_experts(rows_of(block.rules, experts=True), block, trainer.ep, trainer.expert_tp)
-            assert (rows[:, 1] >= 0).all(), "a part of an expert that no rule cuts"
+            if (rows[:, 1] < 0).any():
+                raise FleetError(f"a part of an expert that etp = {trainer.expert_tp} does not cut: use etp = 1")
             holders = np.broadcast_to((group, trainer.stage // group), (len(rows), 2))
             tables.append(np.column_stack([rows[:, 0], first + rows[:, 1], holders, rows[:, 2:]]))
     table = np.concatenate(tables)

@@ -42,7 +42,7 @@ class OwnStream:
             yield
 
     def settle(self) -> None:
-        """Wait for what was launched in the lane."""
+        """Wait for the operations that were launched in the lane."""
         if self._stream is not None:
             self._stream.synchronize()
 

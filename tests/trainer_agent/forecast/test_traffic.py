@@ -15,6 +15,7 @@ from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Reg
 from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.tensors.shards import DTYPES, Boxes, Shards, volumes
+from weightbus.trainer_agent.forecast import traffic
 from weightbus.trainer_agent.forecast.fleet import (
     EngineLocation,
     Engines,
@@ -149,6 +150,18 @@ def test_the_parts_make_up_the_model(name: str) -> None:
     read = [n for block in tensors.blocks if block.read for n in range(block.first, end_of(block))]
     assert all(kept[number] >= whole[number] for number in read)
     assert sum(kept.tolist()) == sum(kept[number] for number in read)
+
+
+def test_a_cut_that_no_rule_describes_is_an_error_of_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said with the setting to change. No family of today has such an expert, so the rows of one are made up."""
+
+    def uncut(of_one: Any, *_: Any) -> Any:
+        return np.column_stack([of_one[:, 0], np.full(len(of_one), -1), of_one[:, 2:]])
+
+    monkeypatch.setattr(traffic, "_over_experts", uncut)
+    sparse = next(tensors for tensors in MODELS.values() if tensors.model.family.experts)
+    with pytest.raises(FleetError, match="etp = 2 does not cut: use etp = 1"):
+        trainer_shards(sparse, TrainerSpec(4, tp=2, ep=2, etp=2))
 
 
 def end_of(block: Any) -> int:
