@@ -9,6 +9,7 @@ connections of one session from one thread.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -331,11 +332,22 @@ class _Listener:
     def _accept(self, deadline: Deadline, waiting_for: str, closed: str) -> socket.socket:
         with _broken_as_lost(waiting_for, deadline, closed):
             self._socket.settimeout(deadline.check(waiting_for))
-            return self._socket.accept()[0]
+            try:
+                return self._socket.accept()[0]
+            except OSError as error:
+                if error.errno in _SCARCE:  # the connection keeps the socket readable: callers would spin
+                    time.sleep(_AGAIN_S)
+                raise
 
     def close(self) -> None:
         """Take no more connections. May be called twice."""
         _shut(self._socket)
+
+
+_SCARCE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Errors of an accept that may pass."""
+_AGAIN_S: Final = 0.01
+"""Seconds before a connection that could not be accepted may be tried again."""
 
 
 class FrameListener(_Listener):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,8 +35,6 @@ from .interface import JOIN_S, Address, EngineServer, Peer, SharedBucket, Transf
 
 _LOOK_S: Final = 0.05
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
-_AGAIN_S: Final = 0.01
-"""Seconds before another try where a connection could not be accepted: it keeps its socket readable."""
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -199,7 +196,6 @@ class SocketSender(SenderState, ABC, Generic[C]):
             if not (self._refusing or pool.ended):
                 _LOG.warning("a connection to %s was not accepted, and is tried again: %s", listener.path, error)
                 self._refusing = True
-            time.sleep(_AGAIN_S)
             return
         pool.add(self._connection(""), frames)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -312,6 +313,24 @@ def test_a_reader_that_reads_no_answers_keeps_no_other_waiting(
         silent.close()
     importer.open(exporter.address(), 3, exporter.generation, [0], OPEN_S)
     assert time.monotonic() - began < 4.0
+
+
+def test_too_many_open_files_keep_no_processor_busy(
+    exporter: RegionExporter, importer: RegionImporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that could not be accepted waits in the socket, and is tried again after a pause, not at once."""
+    exporter.export([torch.ones(8)])
+    until, tried, accept = time.monotonic() + 0.3, [0], socket.socket.accept
+
+    def accept_later(listener: socket.socket) -> tuple[socket.socket, object]:
+        tried[0] += 1
+        if time.monotonic() < until:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    importer.open(exporter.address(), 3, exporter.generation, [0], OPEN_S)
+    assert tried[0] < 40
 
 
 def test_memory_of_a_gpu_is_not_for_this_exporter(exporter: RegionExporter) -> None:
