@@ -279,7 +279,7 @@ def _stumble(at: int, how: str) -> Callable[[int], None]:
 
 
 def _say(**answer: object) -> None:
-    os.write(1, json.dumps(answer).encode() + b"\n")
+    os.write(1, json.dumps({"from": os.getpid(), **answer}).encode() + b"\n")
 
 
 def _run(job: dict[str, Any]) -> None:
@@ -333,7 +333,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
-            _say(pid=os.getpid())  # by the child itself: what it says next comes after it
+            _say(began=True)  # by the child itself: what it says next comes after it
             try:
                 _run(json.loads(line))
             except Exception as error:  # noqa: BLE001  told to the test

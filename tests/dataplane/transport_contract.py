@@ -109,6 +109,7 @@ class Halves:
             text=True,
             bufsize=1,
         )
+        self._speaker = self._process.pid
         assert self.answer() == {"up": True}
 
     @classmethod
@@ -122,13 +123,22 @@ class Halves:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        return int(self.answer()["pid"])
+        self._speaker = 0
+        assert self.answer() == {"began": True}
+        return self._speaker
 
     def answer(self, deadline_s: float = PATIENCE_S) -> dict[str, Any]:
+        """The next answer of the newest half; what an earlier one says late is passed over."""
         assert self._process.stdout is not None
-        # bufsize=1 and one line per answer: readline after this never leaves a whole line behind in the buffer
-        assert readable(self._process.stdout.fileno(), deadline_s), "no answer from the other process"
-        return dict(json.loads(self._process.stdout.readline()))
+        while True:
+            # bufsize=1 and one line per answer: readline after this never leaves a whole line behind in the buffer
+            assert readable(self._process.stdout.fileno(), deadline_s), "no answer from the other process"
+            answer = dict(json.loads(self._process.stdout.readline()))
+            speaker = answer.pop("from")
+            if not self._speaker and answer == {"began": True}:
+                self._speaker = speaker
+            if speaker == self._speaker:
+                return answer
 
     def close(self) -> None:
         assert self._process.stdin is not None
