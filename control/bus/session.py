@@ -27,6 +27,7 @@ from ..protocol import (
     CoordinatorUnreachable,
     Granted,
     Message,
+    Outcome,
     Pause,
     Paused,
     Prepared,
@@ -36,6 +37,7 @@ from ..protocol import (
     Request,
     RequestId,
     RequestRefused,
+    RoundDone,
     Serving,
     Status,
     ToAgent,
@@ -208,6 +210,8 @@ class AgentSession:
         """Current version of this agent's channel, by the coordinator's last message."""
         self.max_lag = 0
         """Number of versions that an engine may be behind `committed` and still be ready."""
+        self._round_epoch = 0
+        """Highest epoch of a `RoundDone` that named a committed version; reports of earlier rounds may be repeated."""
         self.refusal: RequestRefused | None = None
         """The refusal of the last `Hello`, while it is repeated."""
         self._endpoint = endpoint
@@ -305,6 +309,10 @@ class AgentSession:
                 return ()
             case Pause() | Transfer() | Commit() | Abort():
                 return self._commanded(message)
+            case RoundDone():
+                if message.outcome is Outcome.COMMITTED and message.epoch >= self._round_epoch:
+                    self.committed, self._round_epoch = message.version, message.epoch  # before the next Alive says so
+                return (Deliver(message),)
             case _:
                 return (Deliver(message),)
 

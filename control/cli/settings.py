@@ -215,13 +215,16 @@ def _toml(value: object) -> str:
 SECTIONS: Final = (
     "coordinator",
     "status",
+    "plan",
     "forget_channel",
+    "forget_engine",
     "keygen",
     "trust",
     "version",
     "engine_agent",
     "trainer",
     "watch",
+    "rollback",
     "demo",
     "simulate_fleet",
 )

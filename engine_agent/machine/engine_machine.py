@@ -173,6 +173,7 @@ class EngineMachine:
             epoch=self.epoch,
             doing=name_of(self._running.operation) if self._running else "",
             reason=self.reason,
+            checkpoint=self._checkpoint,
         )
 
     def check(self) -> None:
@@ -591,6 +592,8 @@ class ServerView(msgspec.Struct, frozen=True):
     reason: str
     memory_released: bool = msgspec.field(default=False, name="lent")
     """True if the server has released the memory of its weights, or is about to."""
+    checkpoint: str = ""
+    """Folder of the checkpoint that the server was launched with; after a load from files the server names another."""
 
     @property
     def on_its_way(self) -> bool:

@@ -5,8 +5,6 @@ import signal
 import threading
 from types import FrameType
 
-from rich.console import Console
-
 from weightbus.control.cli import add_settings_flags, settings_from_args
 from weightbus.control.log import get_log
 from weightbus.control.server import configure_logging
@@ -28,7 +26,7 @@ class EngineAgentCommand:
         resolved = settings_from_args(EngineAgentSettings, SECTION, args)
         read_keys(resolved.value)  # a file that cannot be used is known before anything runs
         if args.check_config:
-            Console(highlight=False).print(resolved.render(), markup=False)
+            print(resolved.render())  # noqa: T201  # no console: one would wrap lines, and the output is a file
             check_trust(resolved.value)
             return 0
         # Imported here: it brings torch, for which neither the list of commands nor a check of settings should wait.

@@ -264,7 +264,7 @@ class EngineAgent:
         server = self._server
         for found, needed in server.limitations():
             self._log.warning("transports_limited", reason=f"{found}: {needed}", transports=server.transports())
-        for reason in server.refusals(self.settings.model_path or Path(server.facts.model_path)):
+        for reason in server.refusals(self.settings.model_path or Path(self._view.checkpoint)):
             self._log.warning("every_version_will_be_refused", reason=reason)
 
     def _join(self, bus: BusClient) -> Welcome:

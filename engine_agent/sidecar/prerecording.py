@@ -109,7 +109,7 @@ class Prerecorder:
         ways = [each for each in named if each.in_place and each.name in server.transports()]
         if not ways or self._closed.is_set():
             return None
-        checkpoint = self._settings.model_path or Path(facts.model_path)
+        checkpoint = self._settings.model_path or Path(self._view().checkpoint)
         if objection := server.prerecording_objection(checkpoint):
             return _log.info("not_recorded_ahead", reason=objection)
         tensors = self._remembered(checkpoint, ways[0].name) or self._guessed(checkpoint)

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Annotated, Final, TypeVar
 
 from msgspec import Meta
-from rich.console import Console
 
 from weightbus.control.bus import check_keys
 from weightbus.control.cli import add_settings_flags, settings_from_args
@@ -186,7 +185,7 @@ def _settings(kind: type[Given], section: str, args: argparse.Namespace) -> Give
     given = resolved.value
     if not args.check_config:
         return given
-    Console(highlight=False).print(resolved.render(), markup=False)
+    print(resolved.render())  # noqa: T201  # no console: one would wrap lines, and the output is a file
     check_keys(given.coordinator, given.keys, given.name, insecure_loopback=given.insecure_loopback)
     return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightbus.control.machine import PastStatus
+from weightbus.control.machine import MAX_HISTORY, PastStatus
 from weightbus.control.protocol import ConfigurationError
 from weightbus.dataplane.transports.disk import SavedVersion
 
@@ -27,10 +27,11 @@ from ..publish import TrainerAgent
 from .commands import RollbackSettings
 
 
-def refusal(version: int, history: Sequence[PastStatus]) -> str:
+def refusal(version: int, history: Sequence[PastStatus], kept: SavedVersion | None = None) -> str:
     """The reason why a channel cannot go back to `version`; empty when it can.
 
-    `history` lists its committed versions, oldest first; the last one is another than `version`.
+    `history` lists its committed versions, oldest first, as many as the coordinator remembers; the last one is another
+    than `version`. An older version is proven by `kept`: files get their name once their version is committed.
     """
     if not history:
         return "nothing was committed in it, as far as the coordinator remembers"
@@ -40,6 +41,14 @@ def refusal(version: int, history: Sequence[PastStatus]) -> str:
     known = sorted({past.version for past in history if past.version < current})
     if version in known:
         return ""
+    if len(history) >= MAX_HISTORY:
+        if kept is not None and kept.notes.epoch < history[0].epoch:
+            return ""
+        return (
+            f"it is not among the last {len(history)} committed versions, which the coordinator remembers"
+            f" ({history[0].version} to {current}), and its folder has no notes of an earlier epoch that prove its"
+            " commit: name the folder of versions that a trainer kept with --save-dir"
+        )
     names = ", ".join(map(str, known)) or "none"
     return f"it was never committed there; below the committed {current} there were: {names}"
 
@@ -76,7 +85,7 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
             history = agent.history()
             if history and history[-1].version == version:
                 return None
-            reason = refusal(version, history)
+            reason = refusal(version, history, kept)
             if not reason and settings.checkpoint is None:
                 reason = other_version(kept, version, history)
             if reason:

@@ -45,6 +45,7 @@ from weightbus.control.protocol.messages import (
     Epoch,
     Failed,
     Message,
+    Outcome,
     Pause,
     Paused,
     PauseMode,
@@ -54,6 +55,7 @@ from weightbus.control.protocol.messages import (
     RefusalCode,
     Refused,
     RequestId,
+    RoundDone,
     Serving,
     Step,
     Transfer,
@@ -232,6 +234,32 @@ def test_the_committed_version_is_known_from_every_word_that_names_it(joined: Co
     assert joined.session.committed == 8
     joined(MessageArrived(Alive(seq=2, boot=0, committed=Version(3))))
     assert joined.session.committed == 8
+
+
+@pytest.mark.parametrize(
+    ("version", "epoch", "outcome", "known"),
+    [
+        (9, 5, Outcome.COMMITTED, 9),
+        (4, 5, Outcome.COMMITTED, 4),
+        (9, 5, Outcome.ABORTED, 8),
+        (7, 2, Outcome.COMMITTED, 8),
+    ],
+)
+def test_the_end_of_a_round_tells_what_is_committed(
+    joined: Conversation, version: int, epoch: int, outcome: Outcome, known: int
+) -> None:
+    """Upwards or back, at once: not with the next `Alive`. The repeated report of an earlier round changes nothing."""
+
+    def done(version: int, epoch: int, outcome: Outcome) -> RoundDone:
+        return RoundDone(
+            channel=Channel("c"), epoch=Epoch(epoch), version=Version(version), outcome=outcome, reason="",
+            engines=(), seconds={},
+        )  # fmt: skip
+
+    joined(MessageArrived(done(8, 3, Outcome.COMMITTED)))
+    assert joined.session.committed == 8
+    assert joined(MessageArrived(last := done(version, epoch, outcome))) == (Deliver(last),)
+    assert joined.session.committed == known
 
 
 def test_silence_means_a_new_connection(joined: Conversation) -> None:

@@ -173,6 +173,32 @@ def test_every_command_shows_its_settings(command: str, capsys: pytest.CaptureFi
     assert section in settings.SECTIONS
 
 
+_NEEDED = {
+    "coordinator": ["--insecure-loopback"],
+    "engine-agent": ["--insecure-loopback", "--name=e0", "--channel=policy"],
+    "trainer-agent": ["--insecure-loopback", "--channel=policy", "--watch=/checkpoints"],
+    "rollback": ["--insecure-loopback", "--channel=policy", "7"],
+    "forget-channel": ["policy"],
+    "trust": ["list"],
+    "simulate-fleet": ["--model=/models/m"],
+}
+
+
+@pytest.mark.parametrize("command", sorted(BUILT_IN))
+def test_what_check_config_prints_is_a_settings_file_at_any_width(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--check-config > file` gives a file that the command takes, whatever the terminal is."""
+    monkeypatch.setenv("COLUMNS", "20")
+    given = _NEEDED.get(command, [])
+    assert main([command, *given, "--check-config"]) == 0
+    printed = capfd.readouterr().out
+    assert tomllib.loads(printed)
+    (tmp_path / "settings.toml").write_text(printed)
+    assert main([command, *given, f"--config={tmp_path / 'settings.toml'}", "--check-config"]) == 0
+    assert len(tomllib.loads(capfd.readouterr().out)) == 1
+
+
 def test_a_coordinator_may_have_more_agents_than_a_shell_has_files() -> None:
     """The soft limit on open files is usually 1,024, which would be the number of agents."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

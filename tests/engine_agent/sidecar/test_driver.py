@@ -206,6 +206,19 @@ def test_what_a_server_will_not_take_is_said_when_its_sidecar_joins(
     assert "serve the plain checkpoint" in told[0]["reason"]
 
 
+def test_a_server_that_loaded_from_files_is_judged_by_the_checkpoint_of_its_launch(deployment: Deployment) -> None:
+    """After a round over `disk` the server names the folder of that version, which later rounds remove: no alarm."""
+    checkpoints = deployment.folder / "checkpoints"
+    deployment.publish(7, transport="disk", checkpoint_dir=checkpoints, hf_config_dir=deployment.first)
+    assert str(checkpoints) in deployment.fake.model_path
+    deployment.stop()
+    shutil.rmtree(checkpoints)
+    with capture_logs() as logs:
+        deployment.start()
+    assert not [line for line in logs if line["event"] == "every_version_will_be_refused"]
+    assert deployment.publish(8).committed
+
+
 def test_a_round_in_the_right_order(deployment: Deployment) -> None:
     """Pause, session, buckets, session closed, label, flush, go on; the label never moves before."""
     report = deployment.publish(7)

@@ -58,7 +58,7 @@ class Stage:
         server = SGLangServer(self.fake.url)
         server.identify()
         posted: list[Noticed] = []
-        view = cast("ServerView", type("Seen", (), {"paused": self.paused}))
+        view = cast("ServerView", type("Seen", (), {"paused": self.paused, "checkpoint": server.facts.model_path}))
         made = Prerecorder(settings, server, lambda: view, posted.append, self.foreseen.append)
         with capture_logs() as logs:
             made.carry_out()

@@ -9,6 +9,7 @@ import pytest
 
 from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.machine.channel import MAX_HISTORY
 from weightbus.control.machine.status import PastStatus
 from weightbus.dataplane.transports.disk.checkpoint_files import Notes
 from weightbus.dataplane.transports.disk.saved_version import SavedVersion
@@ -35,6 +36,22 @@ def test_only_to_what_was_there(version: int, versions: tuple[int, ...], reason:
 def test_a_version_below_the_committed_one_that_was_there_is_allowed() -> None:
     """There is no reason against it."""
     assert not refusal(7, [PastStatus(7, 1, rollback=False), PastStatus(9, 2, rollback=False)])
+
+
+def test_a_version_older_than_the_history_is_proven_by_the_files_that_were_kept_of_it() -> None:
+    """Only the last versions are remembered: of older ones nothing is claimed, and notes of their epoch decide."""
+    history = [PastStatus(1000 + each, 50 + each, rollback=False) for each in range(MAX_HISTORY)]
+
+    def kept(epoch: int) -> SavedVersion:
+        return SavedVersion(Path("kept"), Notes(channel="c", epoch=epoch, version=3, manifest="m", table="t"), {}, b"")
+
+    assert not refusal(3, history, kept(epoch=2))
+    for files in (None, kept(epoch=50)):
+        said = refusal(3, history, files)
+        assert "never committed" not in said
+        assert "the last 64 committed versions" in said
+        assert "--save-dir" in said
+    assert "never committed" in refusal(3, history[1:], kept(epoch=2)), "the history is complete"
 
 
 @pytest.mark.parametrize(
