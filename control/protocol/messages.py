@@ -294,6 +294,8 @@ class EngineInfo(Fragment, frozen=True):
     held: HeldVersion | None = None
     memory_released: bool = msgspec.field(default=False, name="lent")
     """True while the server's weight memory is released (SGLang's ``release_memory_occupation``)."""
+    generation: Text = ""
+    """Process generation of the server by its own account, whichever address it was reached at; empty: not known."""
 
 
 class TrainerInfo(Fragment, frozen=True):

@@ -43,6 +43,10 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: str
     """Tells this process generation from every other one, and from itself before it released its weights."""
+    generation: str = ""
+    """Process generation by the server's own account: the same for every agent that reaches it, at whatever address.
+
+    Empty where the server tells nothing that another launch would not tell too."""
     version: str
     """Of the server's software."""
     tp: int

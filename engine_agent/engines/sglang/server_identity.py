@@ -3,6 +3,11 @@
 A server that restarted holds its launch weights under its old address. SGLang does not report when it was started, so
 the identity is made of what differs between two launches: the random seed and the times that the start took, and, where
 the agent sees its processes, the process id and start time behind the port.
+
+The generation is made of what the server says alone. Agents see different processes behind one port (a forwarder, or
+none at all from another container), and must find one server to be one. Several servers may be started with one
+``--random-seed``: the times of their starts tell them apart. Older releases (0.5.11) do not report those; there the
+agent's host stands for them, beside the server's port, so that agents of one host alone find one server to be one.
 """
 
 import hashlib
@@ -13,6 +18,7 @@ import msgspec
 
 from weightbus.dataplane.copy import copy_streams_setting
 from weightbus.dataplane.errors import Unsupported
+from weightbus.dataplane.processes import host_identity
 
 from ..interface import EngineFacts
 from ..local_process import environment_of, listener
@@ -58,6 +64,7 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
     process = listener(url)
     return ServerFacts(
         identity=_identity(server_info, process),
+        generation=_generation(server_info),
         version=str(server_info.get("version", "")),
         tp=_integer(server_info, "tp_size"),
         pp=_integer(server_info, "pp_size"),
@@ -111,3 +118,12 @@ def _identity(server_info: Mapping[str, object], process: tuple[int, int] | None
     seen = {key: server_info.get(key) for key in ("random_seed", "startup_time", "version")}
     content = msgspec.json.encode([seen, process], order="deterministic")
     return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _generation(server_info: Mapping[str, object]) -> str:
+    seed, started = server_info.get("random_seed"), server_info.get("startup_time")
+    if seed is None and not started:
+        return ""
+    places = [server_info.get(key) for key in ("port", "nccl_port", "dist_init_addr")]
+    seen = [seed, started, server_info.get("version"), places, "" if started else host_identity()]
+    return hashlib.sha256(msgspec.json.encode(seen, order="deterministic")).hexdigest()[:32]

@@ -123,7 +123,9 @@ class EngineContract:
                     call()
             assert not engine.dirty
             assert engine.label(CALL_S) == "default"
-            assert engine.identify(CALL_S).identity != first.identity
+            second = engine.identify(CALL_S)
+            assert second.identity != first.identity
+            assert second.generation != first.generation or not first.generation
             engine.pin(engine.facts.identity)
             engine.set_label("8", CALL_S)
             assert engine.label(CALL_S) == engine.last_label == "8"

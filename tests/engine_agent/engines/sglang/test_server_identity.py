@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from weightbus.engine_agent.engines.sglang import server_identity
 from weightbus.engine_agent.engines.sglang.server_identity import facts_of
 
 from ..test_local_process import BUSY
@@ -45,3 +46,47 @@ def test_replicas_of_attention_are_ranks_of_one_engine(
     """They share the experts and take the version together; plain replicas load files alone."""
     facts = facts_of({"tp_size": 2, **said}, {}, "http://nowhere:1")
     assert (facts.tp, facts.dp, facts.dp_attention) == (2, replicas, dp_attention)
+
+
+STARTED = {"tokenizer_e2e": 11.25, "load_weight": 3.0}
+SAID: dict[str, object] = {"version": "0.5.23", "random_seed": 7, "port": 30000, "startup_time": STARTED}
+OLDER: dict[str, object] = {"version": "0.5.11", "random_seed": 7, "port": 30000}
+"""As the releases say it that do not report how long their start took."""
+
+
+def test_one_server_is_one_generation_at_every_address() -> None:
+    """Also while what its scheduler says of itself changes, and whether or not its process is seen (N47)."""
+    first = facts_of(SAID, {"weight_version": "default"}, "http://localhost:30000").generation
+    again = facts_of({**SAID, "internal_states": [{"last_gen_throughput": 3.0}]}, {"weight_version": "4"}, "http://a:1")
+    assert first
+    assert first == again.generation
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {**SAID, "startup_time": {**STARTED, "load_weight": 3.5}},
+        {**SAID, "random_seed": 8},
+        {**SAID, "port": 30001},
+    ],
+)
+def test_servers_of_one_seed_are_told_apart(other: dict[str, object]) -> None:
+    """A fleet may be launched with one ``--random-seed``; so is a server that is launched again (N47)."""
+    url = "http://nowhere:1"
+    assert facts_of(SAID, {}, url).generation != facts_of(other, {}, url).generation
+
+
+def test_older_servers_of_one_seed_are_told_apart_by_host_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not say how long they took to start; agents of one host still find one server to be one (N47)."""
+    url = "http://nowhere:1"
+    here = facts_of(OLDER, {}, url).generation
+    assert here
+    assert here == facts_of(OLDER, {}, "http://localhost:30000").generation
+    assert here != facts_of({**OLDER, "port": 30001}, {}, url).generation
+    monkeypatch.setattr(server_identity, "host_identity", lambda: "another")
+    assert here != facts_of(OLDER, {}, url).generation
+
+
+def test_a_server_that_says_nothing_of_its_launch_has_no_generation() -> None:
+    """It is known by its address alone (N47)."""
+    assert not facts_of({"version": "x"}, {}, "http://nowhere:1").generation
