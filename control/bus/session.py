@@ -309,11 +309,10 @@ class AgentSession:
                 return ()
             case Pause() | Transfer() | Commit() | Abort():
                 return self._commanded(message)
-            case RoundDone():
-                if message.outcome is Outcome.COMMITTED and message.epoch >= self._round_epoch:
-                    self.committed, self._round_epoch = message.version, message.epoch  # before the next Alive says so
-                return (Deliver(message),)
             case _:
+                ends = isinstance(message, RoundDone) and message.outcome is Outcome.COMMITTED
+                if ends and message.epoch >= self._round_epoch:
+                    self.committed, self._round_epoch = message.version, message.epoch  # before the next Alive says so
                 return (Deliver(message),)
 
     def _commanded(self, command: Pause | Transfer | Commit | Abort) -> tuple[SessionEffect, ...]:
