@@ -310,10 +310,14 @@ class AgentSession:
             case Pause() | Transfer() | Commit() | Abort():
                 return self._commanded(message)
             case _:
-                ends = isinstance(message, RoundDone) and message.outcome is Outcome.COMMITTED
-                if ends and message.epoch >= self._round_epoch:
-                    self.committed, self._round_epoch = message.version, message.epoch  # before the next Alive says so
+                if isinstance(message, RoundDone) and message.outcome is Outcome.COMMITTED:
+                    self._note_round(message)
                 return (Deliver(message),)
+
+    def _note_round(self, done: RoundDone) -> None:
+        """A round committed its version: known before the next `Alive` says so."""
+        if done.epoch >= self._round_epoch:
+            self.committed, self._round_epoch = done.version, done.epoch
 
     def _commanded(self, command: Pause | Transfer | Commit | Abort) -> tuple[SessionEffect, ...]:
         """A command also acknowledges the answers to earlier ones."""
