@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Superseded as Superseded,
         TooFarAhead as TooFarAhead,
         TrainerError as TrainerError,
+        TrainerNotTrusted as TrainerNotTrusted,
         WeightsChanged as WeightsChanged,
     )
     from .publish import (

@@ -48,7 +48,7 @@ from ..protocol import (
     Welcome,
     codec,
 )
-from ..security import CurveFiles, agent_key_files
+from ..security import CurveFiles, agent_key_files, fingerprint, read_secret_key
 from .interface import AgentLink
 from .session import (
     AgentSession,
@@ -70,7 +70,7 @@ from .session import (
     Ticked,
     Transmit,
 )
-from .sockets import DealerLink
+from .sockets import DealerLink, public_of
 
 PAGES_AHEAD: Final = 4
 """Pages sent without waiting for their replies: those of a digest table of some hundred thousand tensors."""
@@ -138,7 +138,11 @@ class BusClient:
         self._link: AgentLink = link or DealerLink(settings.endpoint, settings.curve)
         self._keys = os.urandom(8).hex()
         self._counter = itertools.count(1)
-        self._session = AgentSession(settings.endpoint, self._keys, settings.timing, time.monotonic())
+        key = public_of(read_secret_key(settings.curve.secret)) if settings.curve and link is None else ""
+        self._fingerprint = fingerprint(key) if key else ""
+        self._session = AgentSession(
+            settings.endpoint, self._keys, settings.timing, time.monotonic(), self._trust_advice
+        )
         self._submitted: queue.SimpleQueue[RequestSubmitted | ToCoordinator | _TopologyChanged] = queue.SimpleQueue()
         self._futures: dict[RequestId, Future[_Answered]] = {}
         self._receive_queue: deque[ToAgent] = deque()
@@ -203,8 +207,14 @@ class BusClient:
 
     @property
     def heard_at(self) -> float | None:
-        """Time of the coordinator's last message, in `time.monotonic` seconds."""
+        """Time of the coordinator's last message but refusals, in `time.monotonic` seconds."""
         return self._session.heard_at
+
+    @property
+    def refusal(self) -> tuple[RequestRefused, float] | None:
+        """The refusal that keeps this agent out now, and the `time.monotonic` of the first one; None while welcomed."""
+        error, since = self._session.refusal, self._session.refused_since
+        return None if error is None or since is None else (error, since)
 
     def new_request(self) -> RequestId:
         """A new, unique request key."""
@@ -443,6 +453,13 @@ class BusClient:
                 self._give_up(effect.error)
             case _:
                 assert_never(effect)
+
+    def _trust_advice(self) -> str:
+        """What an operator does to have this agent trusted."""
+        hello = self._hello()
+        command = f"`weightbus trust add {hello.agent} --role {hello.role.value} --channels {hello.channel}`"
+        ours = f" with the key of fingerprint {self._fingerprint}, which this agent has" if self._fingerprint else ""
+        return f"where the coordinator runs, run {command}{ours}"
 
     def _send_topology(self, *, whole: bool = True) -> None:
         if self._topology is None:

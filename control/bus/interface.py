@@ -123,11 +123,22 @@ class AgentLink(Protocol):
 
 REJECTED_KEY: Final = RequestId("rejected")
 """`Refused.request` in the reply to bytes that are no message."""
+UNTRUSTED_KEY: Final = RequestId("untrusted")
+"""`Refused.request` in the reply to any message of a connection whose key is not trusted."""
+
+
+class UntrustedKey(ProtocolError):
+    """A message on a connection whose key the allow-list does not have, or not any more."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        super().__init__(f"the key of this connection ({fingerprint}) is not trusted here")
 
 
 def reply_to_rejected(item: Rejected) -> Refused:
     """The reply to a sender of bytes that are no message."""
-    return Refused(request=REJECTED_KEY, code=_code(item), reason=str(item.error))
+    key = UNTRUSTED_KEY if isinstance(item.error, UntrustedKey) else REJECTED_KEY
+    return Refused(request=key, code=_code(item), reason=str(item.error))
 
 
 def refusal_observation(item: Rejected | Throttled | ConnectionRejected) -> Refusal:

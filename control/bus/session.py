@@ -12,7 +12,7 @@ instead of two. Both ends decide by `acknowledges`; an engine that repeats its a
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -27,6 +27,7 @@ from ..protocol import (
     CoordinatorUnreachable,
     Granted,
     Message,
+    NotTrusted,
     Outcome,
     Pause,
     Paused,
@@ -50,6 +51,7 @@ from ..protocol import (
     Welcome,
     WrongProtocol,
 )
+from .interface import UNTRUSTED_KEY
 
 RETRYABLE: Final = frozenset(
     {
@@ -60,7 +62,7 @@ RETRYABLE: Final = frozenset(
         RefusalCode.NOT_LEADER,
     }
 )
-"""Refusals of a `Hello` that are retried. After any other the session is over."""
+"""Refusals of a `Hello` that are retried. After any other a session that was never welcomed is over."""
 
 
 HEARTBEATS_PER_ANSWER: Final = 3
@@ -75,7 +77,7 @@ class SessionPhase(enum.Enum):
     JOINED = "joined"
     """The agent is welcomed on this connection: heartbeats run, requests are repeated until answered."""
     REFUSED = "refused"
-    """The coordinator refused this agent for good. Nothing is sent any more."""
+    """The coordinator refused this agent, which it had never welcomed, for good. Nothing is sent any more."""
 
 
 class SessionTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,10 +201,18 @@ class _PendingRequest(msgspec.Struct):
 class AgentSession:
     """One agent's session. Drive it from one thread."""
 
-    def __init__(self, endpoint: str, keys: str, timing: SessionTiming, now: float) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        keys: str,
+        timing: SessionTiming,
+        now: float,
+        trust_advice: Callable[[], str] = lambda: "add its key to the coordinator's allow-list",
+    ) -> None:
         """`endpoint` may be several, comma-separated: one coordinator leads; the others refuse and name the leader.
 
-        `keys` is the prefix of every Hello's request key, unique to this session.
+        `keys` is the prefix of every Hello's request key, unique to this session. `trust_advice` says what an operator
+        does to have this agent trusted.
         """
         self.phase = SessionPhase.JOINING
         self.welcome: Welcome | None = None
@@ -214,11 +224,14 @@ class AgentSession:
         """Highest epoch of a `RoundDone` that named a committed version; reports of earlier rounds may be repeated."""
         self.refusal: RequestRefused | None = None
         """The refusal of the last `Hello`, while it is repeated."""
+        self.refused_since: float | None = None
+        """The time of the first refusal since the last `Welcome`; None while welcomed."""
         self._endpoint = endpoint
         self._endpoints = split_endpoints(endpoint)
         self._endpoint_index = 0
         self._keys = keys
         self._timing = timing
+        self._trust_advice = trust_advice
         self._pending: dict[RequestId, _PendingRequest] = {}
         self._started_at = now
         self._heard_at: float | None = None
@@ -239,7 +252,11 @@ class AgentSession:
 
     @property
     def heard_at(self) -> float | None:
-        """The time of the coordinator's last message."""
+        """The time of the coordinator's last message to this agent as one that it has welcomed.
+
+        A refusal, of whatever code, is none: a coordinator that refuses an agent does not count on it, and tells it
+        nothing of what is paused or committed.
+        """
         return self._heard_at
 
     # -- entry ---------------------------------------------------------------------------------------------------------
@@ -250,7 +267,9 @@ class AgentSession:
             case RequestSubmitted():
                 return self._submit(event, now)
             case MessageArrived():
-                self._heard_at = self._silent_since = now
+                self._silent_since = now
+                if self._is_heard(event.message):
+                    self._heard_at = now
                 return self._message_arrived(event.message, event.blob, now)
             case GarbageArrived():
                 return self._garbage_arrived(event.error)
@@ -289,6 +308,17 @@ class AgentSession:
             return (Reject(asked.key, self._end_error),)
         self._pending[asked.key] = _PendingRequest(asked, now, self._timing.resend_first_s)
         return self._resend_due(now)
+
+    def _is_heard(self, message: ToAgent) -> bool:
+        match message:
+            case Refused():
+                return False
+            case Alive():
+                return self.welcome is not None and message.boot == self.welcome.boot
+            case Welcome():
+                return self.phase is SessionPhase.JOINING and message.request == self._hello_key
+            case _:
+                return self.welcome is not None
 
     def _message_arrived(self, message: ToAgent, blob: bytes | None, now: float) -> tuple[SessionEffect, ...]:
         match message:
@@ -333,7 +363,7 @@ class AgentSession:
         if self.phase is not SessionPhase.JOINING or welcome.request != self._hello_key:
             return ()  # a duplicate
         self.phase = SessionPhase.JOINED
-        self.welcome, self.refusal, self._last_garbage = welcome, None, ""
+        self.welcome, self.refusal, self.refused_since, self._last_garbage = welcome, None, None, ""
         self.committed, self.max_lag = welcome.committed.version if welcome.committed else None, 0
         self._heartbeat_at = now + welcome.heartbeat_s
         self._unanswered_heartbeats = HEARTBEATS_PER_ANSWER  # the first one asks
@@ -348,6 +378,8 @@ class AgentSession:
             return self._rejoin(now) if self.phase is SessionPhase.JOINED else ()
         if refused.code is RefusalCode.NOT_LEADER:
             return self._not_leader(refused, error, now)
+        if refused.request == UNTRUSTED_KEY:
+            return self._expelled(NotTrusted(refused.reason, self._trust_advice()), now, answered=refused)
         if self._pending.pop(refused.request, None):
             return (Reject(refused.request, error),)
         return self._hello_refused(refused, error, now) if self.phase is SessionPhase.JOINING else ()
@@ -356,7 +388,7 @@ class AgentSession:
         """Connect to the leader if it is known, otherwise to the next endpoint after a while. Requests are kept."""
         if self.phase is SessionPhase.JOINING and refused.request != self._hello_key:
             return ()  # of an earlier Hello
-        self.refusal = error
+        self._note_refusal(error, now)
         leader = self._endpoints.index(refused.leader) if refused.leader in self._endpoints else self._endpoint_index
         known = leader != self._endpoint_index
         self._endpoint_index = leader if known else (self._endpoint_index + 1) % len(self._endpoints)
@@ -367,20 +399,46 @@ class AgentSession:
         return (Connect(self._endpoint_index), *self._say_hello(now))
 
     def _hello_refused(self, refused: Refused, error: RequestRefused, now: float) -> tuple[SessionEffect, ...]:
-        if refused.code is RefusalCode.PROTOCOL_MISMATCH:  # refers to an unreadable message, so it has no key
-            return self._end(error)
-        if refused.request != self._hello_key:
+        keyless = refused.code is RefusalCode.PROTOCOL_MISMATCH  # refers to an unreadable message, so it has no key
+        if not keyless and refused.request != self._hello_key:
             return ()
         if refused.code not in RETRYABLE and not refused.retry_after_s:
-            return self._end(error)
-        self.refusal = error
+            if self.welcome is not None and refused.code is RefusalCode.NOT_ALLOWED:
+                # The same Hello was welcomed before: what changed is the coordinator's allow-list.
+                error = NotTrusted(refused.reason, self._trust_advice())
+            return self._expelled(error, now, answered=refused)
+        self._note_refusal(error, now)
         self._hello_at = now + max(refused.retry_after_s, self._hello_backoff_s)
         self._new_hello_key()
         return ()
 
+    def _expelled(self, error: RequestRefused, now: float, *, answered: Refused) -> tuple[SessionEffect, ...]:
+        """A refusal that no retry of this agent's own ends. A session that was welcomed before goes on asking.
+
+        The process behind it has a server to resume, or a training loop to tell: requests fail at once, and the agent
+        is back by itself once an operator has mended the cause.
+        """
+        if self.welcome is None:
+            return self._end(error)
+        told = () if isinstance(self.refusal, type(error)) else (Deliver(answered),)
+        self._note_refusal(error, now)
+        rejected = tuple(Reject(key, error) for key in self._pending)
+        self._pending.clear()
+        if self.phase is SessionPhase.JOINED:
+            return (*rejected, *told, *self._rejoin(now))
+        self._hello_at = now + self._timing.hello_max_s
+        if answered.request == self._hello_key:
+            self._new_hello_key()
+        return (*rejected, *told)
+
+    def _note_refusal(self, error: RequestRefused, now: float) -> None:
+        self.refusal = error
+        if self.refused_since is None:
+            self.refused_since = now
+
     def _garbage_arrived(self, error: ProtocolError) -> tuple[SessionEffect, ...]:
         self._last_garbage = str(error)
-        if isinstance(error, WrongProtocol) and self.phase is SessionPhase.JOINING:
+        if isinstance(error, WrongProtocol) and self.phase is SessionPhase.JOINING and self.welcome is None:
             return self._end(error)
         return ()
 

@@ -50,7 +50,6 @@ from ..machine import MessageReceived, Peer, Principal
 from ..protocol import (
     AgentId,
     ConfigurationError,
-    Malformed,
     ProtocolError,
     ToAgent,
     ToCoordinator,
@@ -65,11 +64,12 @@ from ..security import (
     CurveFiles,
     KeyPair,
     check_public_key,
+    fingerprint,
     read_allow_list,
     read_public_key,
     read_secret_key,
 )
-from .interface import ConnectionRejected, Incoming, Rejected, SendOutcome, Throttled, TrustRevoked
+from .interface import ConnectionRejected, Incoming, Rejected, SendOutcome, Throttled, TrustRevoked, UntrustedKey
 from .session import split_endpoints
 
 HWM: Final = 1000
@@ -564,7 +564,7 @@ class RouterBus:
 
     def _read(self, peer: Peer, principal: Principal | None, frames: codec.Frames) -> MessageReceived | Rejected:
         if principal is None and self._keys is not None:
-            return Rejected(peer, Malformed("this connection's key is not trusted any more"))
+            return Rejected(peer, UntrustedKey(fingerprint(self._connections[peer].key)))
         try:
             message, blob = codec.TO_COORDINATOR.read(frames)
         except ProtocolError as error:

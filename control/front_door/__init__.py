@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         TooFarAhead as TooFarAhead,
         TrainerAgent as TrainerAgent,
         TrainerError as TrainerError,
+        TrainerNotTrusted as TrainerNotTrusted,
         TrainerSettings as TrainerSettings,
         UnknownLineage as UnknownLineage,
         UnknownParameter as UnknownParameter,

@@ -280,7 +280,7 @@ class Coordinator:
         if isinstance(message, Hello):
             self._hello(message, event, now)
             return
-        agent = self.membership.heard(peer, now)
+        agent = self.membership.on(peer)
         if agent is None:
             if not isinstance(message, Bye):
                 self._effects.refuse(peer, "?", message, Decision(RefusalCode.UNKNOWN_AGENT, "say Hello first"))
@@ -288,7 +288,9 @@ class Coordinator:
         verdict = may_say(agent, message, event.principal)
         if verdict.code is not None:
             self._effects.refuse(peer, agent.name, message, verdict)
-        elif isinstance(message, _ENGINE_ANSWERS):
+            return
+        self.membership.heard(agent, now)
+        if isinstance(message, _ENGINE_ANSWERS):
             self._from_engine(agent, message, peer, now)
         else:
             self._take_message(agent, message, event, now)

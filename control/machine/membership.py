@@ -133,15 +133,10 @@ class Membership:
             self._by_server[server] = hello.agent
         return agent
 
-    def heard(self, peer: Peer, now: float) -> Agent | None:
-        """The agent on connection `peer`, marked as heard at `now`."""
-        name = self._by_peer.get(peer)
-        if name is None:
-            return None
-        agent = self._agents.pop(name)
+    def heard(self, agent: Agent, now: float) -> None:
+        """Mark `agent` as heard at `now`: it said something that it may say. A refused message is no sign of life."""
         agent.heard_at = now
-        self._agents[name] = agent  # at the end: the dict stays ordered by `heard_at`, the most silent first
-        return agent
+        self._agents[agent.name] = self._agents.pop(agent.name)  # at the end: the most silent agent stays first
 
     def on(self, peer: Peer) -> Agent | None:
         """The agent on connection `peer`."""

@@ -32,6 +32,7 @@ from .errors import (
     JournalUnwritable as JournalUnwritable,
     Malformed as Malformed,
     NoTrainer as NoTrainer,
+    NotTrusted as NotTrusted,
     Oversize as Oversize,
     PeerKeyError as PeerKeyError,
     ProtocolError as ProtocolError,

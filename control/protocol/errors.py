@@ -10,6 +10,7 @@
             Malformed               not a message at all, or one with values out of bounds
             BlobMismatch            pages that do not hash to the digest under which they were requested
         RequestRefused              the coordinator refused: `code` says what can be done
+            NotTrusted              ... because it does not trust this agent's key: names the command that mends it
         CoordinatorUnreachable      no answer in time: names the endpoint, the time waited and what to check
         CoordinatorOnStandby        this coordinator does not lead, and has no channels to show
         NoTrainer                   a plan was requested, and no trainer has joined yet
@@ -104,6 +105,14 @@ class RequestRefused(WeightbusError):
         self.code, self.reason, self.retry_after_s = code, reason, retry_after_s
         again = f" (retry after {retry_after_s:g} s)" if retry_after_s else ""
         super().__init__(f"refused ({code.value}): {reason}{again}")
+
+
+class NotTrusted(RequestRefused):
+    """The coordinator does not trust this agent's key, or not any more, in this role and channel."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        self.advice = advice
+        super().__init__(RefusalCode.NOT_ALLOWED, f"{reason}; {advice}")
 
 
 _BUS_ADVICE: Final = (

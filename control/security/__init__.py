@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         check_key_settings as check_key_settings,
         check_public_key as check_public_key,
         check_url as check_url,
+        fingerprint as fingerprint,
         keys_folder as keys_folder,
         read_public_key as read_public_key,
         read_secret_key as read_secret_key,

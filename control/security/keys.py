@@ -17,6 +17,7 @@ Without keys it binds and connects to the loopback only (bus/sockets.py), and on
 from __future__ import annotations
 
 import enum
+import hashlib
 import os
 import re
 import stat
@@ -95,6 +96,12 @@ def write_key_pair(
     _write_new(secret_path, f"{comment}\n{pair.secret}\n", 0o600)
     _write_public(public_path, name, pair)
     return WrittenKeys.CREATED
+
+
+def fingerprint(public: str) -> str:
+    """Short form of a public CURVE key, for people to compare: the same on the agent's side and the coordinator's."""
+    digest = hashlib.sha256(public.encode("ascii")).hexdigest()
+    return "-".join(digest[at : at + 4] for at in range(0, 16, 4))
 
 
 def check_public_key(path: Path, secret_path: Path, expected: str) -> None:

@@ -157,6 +157,12 @@ class EngineMachine:
         """Whether the server is paused; null: not known."""
         return self.weights.paused
 
+    @property
+    def owes_resume(self) -> bool:
+        """True while a clean server may be paused, and would be resumed at the end of the pause lease."""
+        clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
+        return clean and self.pause_lease.given
+
     def view(self) -> ServerView:
         """The view of the engine now. A server that does not answer counts as holding no version."""
         health, held = self.health, self.held
@@ -534,8 +540,7 @@ class EngineMachine:
         """
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
-        clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
-        if not clean or not self.pause_lease.over(heard_at, now):
+        if not self.owes_resume or not self.pause_lease.over(heard_at, now):
             return ()
         return self._unasked(ReleaseServer(None, False, HOLD_S), now)
 

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final, assert_never
 
@@ -33,9 +34,11 @@ from weightbus.control.protocol import (
     Heartbeat,
     Hello,
     Incarnation,
+    NotTrusted,
     Pause,
     Prepare,
     ProcessLocation,
+    Refused,
     RequestId,
     RequestRefused,
     Role,
@@ -95,6 +98,8 @@ from .settings import EngineAgentSettings, check_trust, read_keys
 from .topology import opened_by, places_of, places_on, topology_of
 
 TICK_S: Final = 0.5
+SETTLE_S: Final = 30.0
+"""Longest wait of a sidecar that was refused, for its server to be resumed."""
 PATIENCE: Final = 3
 """Polls without an answer, or broken connections, before the server counts as gone."""
 _RETRY_S: Final = 0.2
@@ -114,6 +119,12 @@ def _level(view: ServerView) -> int:
     if view.health is EngineHealth.CLEAN:
         return logging.INFO
     return logging.DEBUG if view.on_its_way else logging.WARNING
+
+
+def _since(what: str, seconds: float) -> str:
+    """`what` with the wall-clock time at which it began, `seconds` ago, and how long that is."""
+    at = datetime.now(UTC) - timedelta(seconds=seconds)
+    return f"{what} since {at:%H:%M:%S} UTC, for {seconds:.0f} s"
 
 
 class _Stop(msgspec.Struct, frozen=True):
@@ -224,6 +235,12 @@ class EngineAgent:
 
     # -- the main thread -----------------------------------------------------------------------------------------------
 
+    def _settle_alone(self) -> None:
+        """Before this sidecar ends: a clean server that a round has paused is resumed at the end of its pause lease."""
+        until = time.monotonic() + SETTLE_S
+        while self._machine.owes_resume and time.monotonic() < until:
+            self._step(self._next())
+
     def _await_server(self) -> None:
         """Wait for the server: the first message to the coordinator tells its facts."""
         self._log.info("waiting_for_server", server=self.settings.server)
@@ -249,6 +266,11 @@ class EngineAgent:
         bus = BusClient(settings, self._hello, self._heartbeat, topology=self._topology)
         try:
             welcome = self._join(bus)
+        except RequestRefused as refused:
+            bus.close()
+            self._log.error("refused_by_coordinator", reason=str(refused))
+            self._settle_alone()
+            raise
         except BaseException:
             bus.close()
             raise
@@ -435,6 +457,8 @@ class EngineAgent:
         try:
             while not self._stopping.is_set():
                 message = bus.next(1.0)
+                if isinstance(message, Refused):
+                    self._log.error("refused_by_coordinator", code=message.code.value, reason=message.reason)
                 if isinstance(message, Prepare | Pause | Transfer | Commit | Abort):
                     self._events.put(Commanded(message))
                 elif isinstance(message, Welcome):
@@ -493,9 +517,24 @@ class EngineAgent:
         )
 
     def _connected(self) -> bool:
-        bus = self._bus
+        return not self._out_of_touch()
+
+    def _out_of_touch(self) -> str:
+        """Why this engine counts as out of the coordinator's sight, and since when; empty while it does not.
+
+        An engine that is not trusted is out at once, as on the coordinator's ready list. Any other refusal, as of a
+        coordinator that has just restarted, and silence count after `silence_s`.
+        """
+        bus, now = self._bus, time.monotonic()
+        refusal = bus.refusal if bus else None
         silence = bus.welcome.silence_s if bus and bus.welcome else 0.0
-        return time.monotonic() - self._heard_at() <= silence
+        if refusal is not None and (isinstance(refusal[0], NotTrusted) or now - self._heard_at() > silence):
+            error, since = refusal
+            return f"{_since('refused', now - since)} ({error})"
+        if now - self._heard_at() <= silence:
+            return ""
+        heard = self._heard_at()
+        return "the coordinator was not heard of yet" if heard < 0 else _since("the coordinator is silent", now - heard)
 
     def _readiness(self) -> Readiness:
         """Whether clients may be sent here: the server generates from one complete, verified set of weights."""
@@ -506,8 +545,8 @@ class EngineAgent:
             return Readiness(False, f"{view.health.value}: {view.reason}")
         if view.paused:
             return Readiness(False, f"paused, {view.doing or view.weights.value}")
-        if not self._connected():
-            return Readiness(False, "the coordinator is silent: what is committed by now is not known")
+        if out_of_touch := self._out_of_touch():
+            return Readiness(False, f"{out_of_touch}: what is committed by now is not known")
         found = f"version {view.held.version}" if view.held else "the weights of its launch"
         max_lag = bus.max_lag if bus else 0
         if committed is not None and (view.held is None or not 0 <= committed - view.held.version <= max_lag):

@@ -50,6 +50,8 @@ class FakeCoordinator:
         """The engines know versions whose digest table follows."""
         self.redrives = 0
         self.closed = False
+        self.refusal: tuple[RequestRefused, float] | None = None
+        """The refusal that keeps the agent out now."""
         self._inbox: deque[m.ToAgent] = deque()
         self._arrived = threading.Condition()
         self._keys = itertools.count(1)

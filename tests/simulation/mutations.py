@@ -87,6 +87,13 @@ MUTATIONS: Final = (
         ),
     ),
     _m(
+        "a-refusal-counts-as-a-sign-of-life",
+        "pause-lease",
+        SESSION,
+        "            case Refused():\n                return False\n",
+        "            case Refused():\n                return True\n",
+    ),
+    _m(
         "ack-before-fsync",
         "one-holder",
         SERVER,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.bus.interface import Rejected, SendOutcome
+from weightbus.control.bus.interface import Rejected, SendOutcome, TrustRevoked, UntrustedKey
 from weightbus.control.machine.effects import MessageReceived, Peer
 from weightbus.control.protocol.errors import ProtocolError
-from weightbus.control.protocol.messages import Alive, Heartbeat, ToAgent, ToCoordinator
+from weightbus.control.protocol.messages import AgentId, Alive, Heartbeat, ToAgent, ToCoordinator
 
 from .process import Process
 
@@ -123,7 +123,9 @@ class Network:
         self._connections: dict[Peer, Connection] = {}
         self._cut: dict[str, tuple[bool, bool]] = {}
         """Agent -> (nothing goes up, nothing comes down)."""
-        self._received: list[MessageReceived | Rejected] = []
+        self.revoked: set[str] = set()
+        """Agents whose keys were taken off the allow-list."""
+        self._received: list[MessageReceived | Rejected | TrustRevoked] = []
 
     # -- the agents' side
 
@@ -135,7 +137,8 @@ class Network:
         if line.opened != attempt or not line.owner.alive:
             return
         coordinator = self.coordinator
-        if coordinator is None or not coordinator.alive or any(self._cut.get(line.name, (False, False))):
+        barred = line.name in self.revoked or any(self._cut.get(line.name, (False, False)))
+        if coordinator is None or not coordinator.alive or barred:
             self.loop.after(again_s, lambda: self.dial(line, attempt, min(2.0, again_s * 2)))
             return
         self._peers += 1
@@ -180,17 +183,19 @@ class Network:
         self.messages += 1
         if not isinstance(message, Heartbeat):
             self.loop.note(connection.line.name, "->", message)
-        self._received.append(MessageReceived(connection.peer, message, blob))
+        trusted = connection.line.name not in self.revoked
+        arrived = MessageReceived(connection.peer, message, blob)
+        self._received.append(arrived if trusted else Rejected(connection.peer, UntrustedKey("12ab")))
         coordinator.soon(coordinator.step)
 
     # -- the coordinator's side: links.CoordinatorBus
 
-    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[MessageReceived | Rejected]:
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[MessageReceived | Rejected | TrustRevoked]:
         """What came in. Never waits."""
         del timeout_s, gather_s
         taken, self._received = self._received, []
         for each in taken:
-            if (connection := self._connections.get(each.peer)) and isinstance(each, MessageReceived):
+            if isinstance(each, MessageReceived) and (connection := self._connections.get(each.peer)):
                 self.judge.heard(connection.line.name, each.message)
         return taken
 
@@ -265,6 +270,21 @@ class Network:
         if was_open and line.connection is connection:
             line.connection = None
             self.dial(line, line.opened)
+
+    def revoke(self, name: str) -> None:
+        """The key of an agent is taken off the allow-list: what it says is refused, as if it were another agent's."""
+        self.loop.note(name, "** its key is revoked")
+        self.revoked.add(name)
+        coordinator = self.coordinator
+        if coordinator is not None and coordinator.alive:
+            self._received.append(TrustRevoked(AgentId(name), "it was taken off the allow-list"))
+            coordinator.soon(coordinator.step)
+
+    def trust_again(self, name: str) -> None:
+        """The key is on the list again."""
+        if name in self.revoked:
+            self.loop.note(name, "** its key is trusted again")
+            self.revoked.discard(name)
 
     def stall(self, name: str, seconds: float) -> None:
         """What is sent to an agent on the connection that it has now arrives so much later, if it reads it still."""

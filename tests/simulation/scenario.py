@@ -146,6 +146,7 @@ def draw(seed: int, *, setbacks: bool = False) -> Scenario:
     )
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
+    drawn = _with_revocations(drawn)
     return _with_one_apart(_with_setbacks(drawn, certainly=setbacks))
 
 
@@ -198,6 +199,31 @@ def _with_setbacks(drawn: Scenario, *, certainly: bool) -> Scenario:
         faults.append(Fault(at=at, kind="setback", target="coordinator", lasts=lasts, count=back, moment=moment))
     faults.sort(key=lambda fault: fault.at)
     return msgspec.structs.replace(drawn, sealed=False, sqlite=False, faults=tuple(faults))
+
+
+def _with_revocations(drawn: Scenario) -> Scenario:
+    """Agents whose keys are taken off the allow-list for a while. By its own dice.
+
+    An engine is revoked when it is paused, and gets no byte: it is refused for longer than its pause lease.
+    """
+    rng = random.Random(f"weightbus-revoked-{drawn.seed}")
+    if rng.random() >= 0.08:
+        return drawn
+    at, lasts = rng.uniform(1.0, 8.0), rng.uniform(25.0, 40.0)
+    if rng.random() < 0.3:
+        at = rng.uniform(1.0, drawn.calm_from - 1.0)
+        lasts = rng.choice((2.0, 10.0, 30.0))
+        faults = [Fault(at=at, kind="revoke", target=rng.choice(drawn.trainers), lasts=lasts)]
+        earlier = [*drawn.faults]
+    else:
+        engine, moment = rng.choice(drawn.engines).name, rng.choice(("pausing", "offering"))
+        faults = [
+            Fault(at=at, kind="data-cut", target=engine, lasts=lasts, moment=moment),
+            Fault(at=at, kind="revoke", target=engine, lasts=lasts, moment=moment),
+        ]
+        earlier = [each for each in drawn.faults if each.at < at]
+    found = sorted((*earlier, *faults), key=lambda each: each.at)
+    return msgspec.structs.replace(drawn, faults=tuple(found), calm_from=max(drawn.calm_from, at + lasts))
 
 
 def _with_unheard_answers(drawn: Scenario) -> Scenario:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control import protocol as m
-from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
+from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, NotTrusted, RequestRefused
 from weightbus.control.protocol.messages import AgentId, Digest, Epoch, Incarnation, RequestId, Version
 from weightbus.control.security.trust import sign_digest_table, sign_endpoint, sign_publication
 from weightbus.trainer_agent.machine import events as ev, publication
@@ -164,6 +164,10 @@ class TrainerProcess(Process):
                 restarted, self._told_boot = message.boot != self._told_boot, message.boot
                 self._hello_answered = message.request
                 return ev.Reconnected(message.committed, restarted)
+            case m.Refused():
+                refusal = self.client.refusal if self.client else None
+                untrusted = refusal is not None and isinstance(refusal[0], NotTrusted)
+                return ev.AttemptFailed(ev.EndReason.NOT_TRUSTED, message.reason) if untrusted else None
             case _:
                 return None
 
@@ -197,6 +201,8 @@ class TrainerProcess(Process):
     def _asking(self, step: Thread) -> Thread:
         try:
             return (yield from step)
+        except NotTrusted as refused:
+            return ev.AttemptFailed(ev.EndReason.NOT_TRUSTED, str(refused))
         except RequestRefused as refused:
             return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
         except CoordinatorUnreachable as silence:

@@ -399,6 +399,8 @@ class World:
             self.judge.broken("heard-out", what)
 
     def _hears(self, engine: EngineProcess) -> bool:
+        if engine.name in self.network.revoked:  # it is refused, which is no news of what is paused or committed
+            return False
         heard = engine.client.heard_at if engine.client else None
         return heard is not None and engine.clock() - heard < self.limits.lease_s
 
@@ -470,6 +472,9 @@ class World:
                 self.loop.after(lasts, lambda: self.network.heal(target))
             case "stall":
                 self.network.stall(target, lasts)
+            case "revoke":
+                self.network.revoke(target)
+                self.loop.after(lasts, lambda: self.network.trust_again(target))
             case "data-cut":
                 self.loop.note(target, "** its data plane is cut off")
                 self.cut_off.add(target)
@@ -523,6 +528,7 @@ class World:
             process.thaw()
             self._restart_s[process.name] = RESTART_S
             self.network.heal(process.name)
+            self.network.trust_again(process.name)
         for name, server in self.servers.items():
             server.thaw()
             server.spare()

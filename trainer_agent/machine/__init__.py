@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Superseded as Superseded,
         TooFarAhead as TooFarAhead,
         TrainerError as TrainerError,
+        TrainerNotTrusted as TrainerNotTrusted,
         UnfinishedCheckpoint as UnfinishedCheckpoint,
         WeightsChanged as WeightsChanged,
         failure_of as failure_of,

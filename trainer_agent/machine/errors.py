@@ -80,6 +80,13 @@ class PublishRefused(PublishFailed):
     """A retry does not help: `code` says why (version not newer, not allowed)."""
 
 
+class TrainerNotTrusted(PublishFailed):
+    """The coordinator does not trust this trainer's key, or not any more: the message has the command that mends it.
+
+    Publish again then; a version that was committed before the key was taken off the list is recognized.
+    """
+
+
 class LeaseBusy(PublishFailed):
     """Another trainer held the channel until the deadline: publish again later."""
 
@@ -110,6 +117,7 @@ class Superseded(PublishFailed):
 _BY_ENDING: Final[dict[EndReason, type[PublishFailed]]] = {
     EndReason.ABORTED: RoundAborted,
     EndReason.REFUSED: PublishRefused,
+    EndReason.NOT_TRUSTED: TrainerNotTrusted,
     EndReason.LEASE_BUSY: LeaseBusy,
     EndReason.COORDINATOR_LOST: CoordinatorLost,
     EndReason.SOURCE_FAILED: SourceFailed,

@@ -21,6 +21,8 @@ class EndReason(enum.StrEnum):
     """The round was aborted; engines serve what they served. The version may be published again."""
     REFUSED = "refused"
     """The coordinator does not allow the version; a retry does not help."""
+    NOT_TRUSTED = "not_trusted"
+    """The coordinator does not trust this trainer's key any more. Whether the version was committed is unknown here."""
     LEASE_BUSY = "lease_busy"
     """Another trainer held the channel until the deadline."""
     COORDINATOR_LOST = "coordinator_lost"

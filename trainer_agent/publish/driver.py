@@ -27,6 +27,7 @@ from weightbus.control.protocol import (
     CoordinatorUnreachable,
     Digest,
     Epoch,
+    NotTrusted,
     ReceivingEngine,
     RequestId,
     RequestRefused,
@@ -221,6 +222,8 @@ class PublicationDriver:
         """Do a step; the refusal or timeout of its request becomes an event, and so does a failure of the source."""
         try:
             return self._read(step)
+        except NotTrusted as refused:
+            return self._untrusted(refused)
         except RequestRefused as refused:
             self._log.debug("refused", code=refused.code.value, reason=refused.reason)
             return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
@@ -238,6 +241,10 @@ class PublicationDriver:
             self.cause = error
             differ = isinstance(error, WeightsDiffer)
             return ev.AttemptFailed(EndReason.WEIGHTS_CHANGED if differ else EndReason.SOURCE_FAILED, str(error))
+
+    def _untrusted(self, refused: NotTrusted) -> ev.AttemptFailed:
+        self.cause = refused
+        return ev.AttemptFailed(EndReason.NOT_TRUSTED, str(refused))
 
     def _handle(self, event: ev.AnyEvent) -> ev.Effects:
         before = self.machine.state
@@ -294,6 +301,9 @@ class PublicationDriver:
                 restarted, self._context.boot = message.boot != self._context.boot, message.boot
                 self._log.warning("coordinator_back", restarted=restarted, boot=message.boot)
                 return ev.Reconnected(message.committed, restarted)
+            case m.Refused():  # told once, and perhaps before this publication: what holds now is asked
+                refusal = self._context.bus.refusal
+                return self._untrusted(refusal[0]) if refusal and isinstance(refusal[0], NotTrusted) else None
             case _:
                 return None
 

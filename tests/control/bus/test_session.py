@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from weightbus.control.bus.interface import UNTRUSTED_KEY
 from weightbus.control.bus.session import (
     HOLD_S,
     PROMPT_S,
@@ -31,7 +32,13 @@ from weightbus.control.bus.session import (
     acknowledges,
 )
 from weightbus.control.machine.effects import Peer
-from weightbus.control.protocol.errors import CoordinatorUnreachable, Malformed, RequestRefused, WrongProtocol
+from weightbus.control.protocol.errors import (
+    CoordinatorUnreachable,
+    Malformed,
+    NotTrusted,
+    RequestRefused,
+    WrongProtocol,
+)
 from weightbus.control.protocol.messages import (
     Abort,
     Ack,
@@ -355,6 +362,86 @@ def test_final_refusal_ends_everything(talk: Conversation, code: RefusalCode) ->
     assert talk.after(100.0) == ()
     assert talk.session.next_deadline() == float("inf")
     assert talk.session.unreachable("Hello", 1.0, talk.now) is over.error
+
+
+HEARD: dict[str, Message] = {
+    "an answer": Ack(request=KEY),
+    "a command": PAUSE,
+    "the answer to a heartbeat": Alive(seq=1, boot=1),
+}
+NOT_HEARD: dict[str, Message] = {
+    **{f"refused: {code.value}": Refused(request=KEY, code=code, reason="") for code in RefusalCode},
+    "refused under the key of what cannot be read": Refused(
+        request=RequestId("rejected"), code=RefusalCode.NOT_ALLOWED, reason=""
+    ),
+    "refused for its key": Refused(request=UNTRUSTED_KEY, code=RefusalCode.NOT_ALLOWED, reason=""),
+    "a probe": Alive(seq=0, boot=0),
+    "the answer of another life": Alive(seq=1, boot=2),
+    "a welcome to another hello": Welcome(
+        request=RequestId("old"), boot=1, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=10.0
+    ),
+}
+
+
+@pytest.mark.parametrize("message", HEARD.values(), ids=HEARD)
+def test_a_message_to_a_member_is_a_sign_of_life(joined: Conversation, message: Any) -> None:
+    """Whatever the coordinator says to an agent that it counts on (N55)."""
+    joined.now += 3.0
+    joined(MessageArrived(message))
+    assert joined.session.heard_at == joined.now
+
+
+@pytest.mark.parametrize("message", NOT_HEARD.values(), ids=NOT_HEARD)
+def test_a_frame_of_any_other_kind_is_none(joined: Conversation, message: Any) -> None:
+    """To be refused is not to hear the coordinator: nothing that waits for it may wait on (N55)."""
+    before = joined.session.heard_at
+    joined.now += 3.0
+    joined(MessageArrived(message))
+    assert joined.session.heard_at == before
+
+
+def untrusted(talk: Conversation) -> tuple[SessionEffect, ...]:
+    return talk(MessageArrived(Refused(request=UNTRUSTED_KEY, code=RefusalCode.NOT_ALLOWED, reason="your key 12ab")))
+
+
+def test_an_agent_whose_key_is_revoked_is_told_so_at_once(joined: Conversation) -> None:
+    """Its requests fail with what an operator does about it, and it says Hello until that is done (N55)."""
+    joined.ask()
+    joined.now += 2.0
+    rejected, told, *hello = untrusted(joined)
+    assert isinstance(rejected, Reject)
+    assert isinstance(rejected.error, NotTrusted)
+    assert "your key 12ab" in str(rejected.error)
+    assert "allow-list" in str(rejected.error)
+    assert isinstance(told, Deliver)
+    assert [type(each) for each in hello] == [SendHello]
+    assert joined.session.refused_since == joined.now
+
+    joined.ask()
+    joined.now += 0.5
+    again = untrusted(joined)
+    assert [type(each) for each in again] == [Reject], "the agent is told of it once"
+    assert joined.session.refused_since == joined.now - 0.5
+    assert joined.after(0.9) == ()
+    assert joined.after(0.2) == (SendHello(joined.key),)
+    assert isinstance(joined.welcome()[0], Join)
+    assert (joined.session.refusal, joined.session.refused_since) == (None, None)
+
+
+@pytest.mark.parametrize("code", [RefusalCode.NOT_ALLOWED, RefusalCode.PROTOCOL_MISMATCH])
+def test_a_session_that_was_welcomed_is_never_over(joined: Conversation, code: RefusalCode) -> None:
+    """The process behind it has a server to resume: it goes on asking, whatever its Hello is told (N55)."""
+    joined(refusal(RefusalCode.UNKNOWN_AGENT))
+    first = joined.key
+    joined.ask()
+    rejected, _told = joined(refusal(code, joined.key))
+    assert isinstance(rejected, Reject)
+    assert isinstance(rejected.error, NotTrusted) is (code is RefusalCode.NOT_ALLOWED)
+    assert joined.session.phase is SessionPhase.JOINING
+    assert joined(GarbageArrived(WrongProtocol(2, 1))) == ()
+    assert joined.after(1.0) == (SendHello(joined.key),)
+    assert joined.key != first
+    assert isinstance(joined.welcome()[0], Join)
 
 
 def test_other_protocol_ends_everything(talk: Conversation) -> None:

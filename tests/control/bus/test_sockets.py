@@ -8,12 +8,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import zmq
 
 from weightbus.control.bus import sockets
-from weightbus.control.bus.interface import ConnectionRejected, Rejected, SendOutcome, Throttled, TrustRevoked
+from weightbus.control.bus.interface import (
+    UNTRUSTED_KEY,
+    ConnectionRejected,
+    Rejected,
+    SendOutcome,
+    Throttled,
+    TrustRevoked,
+    reply_to_rejected,
+)
 from weightbus.control.bus.sockets import (
     BURST,
     CUT_OFF_S,
@@ -32,7 +41,7 @@ from weightbus.control.machine.effects import MessageReceived, Peer, Principal
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
 from weightbus.control.protocol.messages import Ack, AgentId, BlobPage, Bye, Channel, Digest, GetStatus, RequestId, Role
-from weightbus.control.security.keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
+from weightbus.control.security.keys import COORDINATOR_KEYS, CurveFiles, fingerprint, read_public_key, write_key_pair
 from weightbus.control.security.trust import ALLOW_LIST_FILE, edit_allow_list
 
 DEADLINE_S = 30.0
@@ -342,11 +351,14 @@ def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path)
     assert first[0].agent == "friend"
     assert time.monotonic() - begun < DEADLINE_S / 2
 
-    def refused() -> bool:
+    def refused() -> list[Rejected]:
         link.send(Bye())
-        return any(isinstance(item, Rejected) for item in curve_bus.poll(0.1))
+        return [item for item in curve_bus.poll(0.1) if isinstance(item, Rejected)]
 
-    until(refused)
+    replies = [reply_to_rejected(item) for item in cast("list[Rejected]", until(refused))]
+    ours = fingerprint(read_public_key(folder / "agents" / "friend.pub"))
+    assert {each.request for each in replies} == {UNTRUSTED_KEY}, "which tells the agent that its key is meant (N55)"
+    assert ours in replies[0].reason
     link.close()
 
 

@@ -14,6 +14,7 @@ from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine import states
 from weightbus.control.machine.coordinator import MAX_BLOBS, BlobCache
 from weightbus.control.machine.effects import (
+    AgentLeft,
     AnyEffect,
     Burst,
     Committed,
@@ -63,6 +64,7 @@ from weightbus.control.protocol.messages import (
     PutBlob,
     RefusalCode,
     Refused,
+    RequestId,
     RoundDone,
     Sent,
     Serving,
@@ -209,6 +211,17 @@ def test_second_publish_under_one_lease_is_refused() -> None:
     trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(2)))
     world.settle()
     assert codes(world, "trainer") == [RefusalCode.NOT_ALLOWED, RefusalCode.NOT_ALLOWED]
+
+
+def test_an_agent_that_is_refused_whatever_it_says_is_silent() -> None:
+    """A refused message is no sign of life: the engine counts as lost as if it had said nothing (N55)."""
+    world = World()
+    engine = world.engine("e0")
+    world.settle()
+    not_its_own = Acquire(request=RequestId("not-its-own"), channel=CHANNEL, version=Version(1))
+    engine.heartbeat = lambda: not_its_own  # type: ignore[method-assign, assignment, return-value]
+    world.advance_until(lambda: any(isinstance(each, AgentLeft) for each in world.observed), 20.0)
+    assert codes(world, "e0")
 
 
 @pytest.mark.parametrize("prepared", [True, False])

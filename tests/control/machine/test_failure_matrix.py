@@ -422,3 +422,20 @@ def test_fault_25_another_table_is_not_committed(sealed: bool) -> None:
     order(world, "e0 is given another table", "forged/forged", found, "is over: committed e0=committed e1=committed")
     forged = between(world, "loads bucket 2: forged/forged", "loads bucket 0")
     assert not [line for line in forged if "e0           server generates again" in line]
+
+
+def test_fault_31_an_engine_whose_key_is_revoked_while_it_is_paused_resumes() -> None:
+    """Refusals come all the time, and are no sign of life; the other engine commits without it (N7, N55, F31)."""
+    cut_off = at("pausing", "data-cut", "e0", 30.0)
+    world = storm(cut_off, at("pausing", "revoke", "e0", 30.0))
+    order(world, "e0           ** its key is revoked", "e0           resumed_by_itself", "its key is trusted again")
+    order(world, "its key is trusted again", "is over: committed e0=committed e1=committed")
+
+
+def test_fault_31_a_trainer_whose_key_is_revoked_is_told_so() -> None:
+    """Long before any deadline of its own; it publishes once it is trusted again (N55, F31)."""
+    world = storm(at("offering", "revoke", "t0", 15.0))
+    told = between(world, "t0           ** its key is revoked", "publication of")
+    began, ended = (float(line.split()[0]) for line in (told[0], told[-1]))
+    assert ended - began < 5.0
+    order(world, "its key is revoked", "not_trusted", "its key is trusted again", "is over: committed")

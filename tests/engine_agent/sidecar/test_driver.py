@@ -27,7 +27,7 @@ from structlog.testing import capture_logs
 
 from weightbus.control import protocol as m
 from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
-from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol.errors import ConfigurationError, NotTrusted, RequestRefused
 from weightbus.control.protocol.messages import (
     AgentId,
     Channel,
@@ -35,6 +35,7 @@ from weightbus.control.protocol.messages import (
     EngineHealth,
     Epoch,
     HeldVersion,
+    RefusalCode,
     Role,
     Version,
 )
@@ -328,7 +329,7 @@ def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -
         (7, 6, 3, 1.0, "holds version 7, committed is 6"),
         (None, 8, 9, 1.0, "holds the weights of its launch, committed is 8"),
         (None, None, 0, 1.0, ""),
-        (7, 7, 0, 11.0, "the coordinator is silent"),
+        (7, 7, 0, 11.0, "the coordinator is silent since"),
     ],
 )
 def test_ready_means_the_committed_version(  # noqa: PLR0917  the parameters of its cases
@@ -356,11 +357,21 @@ def test_ready_means_the_committed_version(  # noqa: PLR0917  the parameters of 
         max_lag=max_lag,
         heard_at=time.monotonic() - heard_s_ago,
         welcome=SimpleNamespace(silence_s=10.0),
+        refusal=None,
     )
     agent._bus = cast("Any", bus)
     verdict = agent._readiness()
     assert verdict.ready is (not why_not)
     assert why_not in verdict.reason
+    if verdict.ready:
+        passing = RequestRefused(RefusalCode.NAME_TAKEN, "another process has it", 1.0)
+        bus.refusal = (passing, time.monotonic())
+        assert agent._readiness().ready, "a refusal that passes counts by the silence that it brings"
+        bus.refusal = (NotTrusted("key 12ab is not trusted here", "run `weightbus trust add e0`"), time.monotonic() - 5)
+        refused = agent._readiness()
+        assert not refused.ready, "nothing is known of what is committed by now (N55)"
+        assert re.search(r"refused since \d\d:\d\d:\d\d UTC, for 5 s .*12ab.*weightbus trust add e0", refused.reason)
+        assert not agent._connected()
 
 
 def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: Deployment) -> None:

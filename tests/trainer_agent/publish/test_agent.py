@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,8 @@ import torch
 from structlog.testing import capture_logs
 
 from weightbus.control import protocol as m
-from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
-from weightbus.control.protocol.messages import TransportKind
+from weightbus.control.protocol.errors import ConfigurationError, NotTrusted, RequestRefused
+from weightbus.control.protocol.messages import RequestId, TransportKind
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.shared_memory import BucketBuffers
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
@@ -274,6 +275,36 @@ def test_a_channel_that_stays_busy_ends_the_publication_on_every_rank(rig: Build
     one = rig(2, acquire_timeout_s=0.3)
     one.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.RefusalCode.LEASE_HELD, "other", 0.05)] * 100)
     one.failure(1, errors.LeaseBusy)
+
+
+@pytest.mark.parametrize("at", [m.Acquire, m.Publish, m.Offered, m.Sent])
+def test_a_trainer_whose_key_is_revoked_is_told_so_by_its_next_request(rig: Build, at: type[m.Message]) -> None:
+    """On every rank, with the command that mends it, in whatever step of the round (N55)."""
+    one = rig(2)
+    refused = NotTrusted("key 12ab is not trusted here", "run `weightbus trust add trainer`")
+    one.coordinator.refusals[at] = deque([refused])
+    failed = one.failure(1, errors.TrainerNotTrusted)
+    assert all("weightbus trust add trainer" in str(each) for each in failed)
+    assert failed[0].__cause__ is refused
+
+
+def test_a_trainer_whose_key_is_revoked_is_told_so_while_it_waits_for_the_round(rig: Build) -> None:
+    """No request is under way, and none would be before the deadline of the round (N55)."""
+    one = rig(2, round_timeout_s=30.0)
+    coordinator = one.coordinator
+    coordinator.send = lambda _publish: None  # type: ignore[method-assign]
+    told = m.Refused(request=RequestId("untrusted"), code=m.RefusalCode.NOT_ALLOWED, reason="key 12ab")
+    coordinator.say(told)  # of a time before this publication: passed by now
+
+    def revoke() -> None:
+        coordinator.refusal = (NotTrusted("key 12ab", "run `weightbus trust add trainer`"), time.monotonic())
+        coordinator.say(told)
+
+    coordinator.after[m.Publish] = deque([revoke])
+    begun = time.monotonic()
+    failed = one.failure(1, errors.TrainerNotTrusted)
+    assert "weightbus trust add trainer" in str(failed[0])
+    assert time.monotonic() - begun < 10.0
 
 
 @pytest.mark.parametrize("ended_in", [m.Publish, m.Abandon])
