@@ -45,7 +45,7 @@ from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView
 from ..protocol import Bye, Heartbeat, JournalUnwritable, RefusalCode, Refused, ToCoordinator
 from ..security import keys_folder
 from .event_loop import EventLoop
-from .http_server import HttpPort, Readiness
+from .http_server import HttpAnswer, HttpPort, Readiness, url_of
 from .metrics import JOURNAL_SECONDS, Metrics, MetricSource, ObservationReporter
 from .settings import CoordinatorSettings
 
@@ -94,7 +94,7 @@ class CoordinatorProcess:
                 refresh=show,
                 readiness=self.readiness,
                 status=lambda: self.server.status_json,
-                plan=lambda: self.server.plan_json,
+                pages={"/plan": lambda: HttpAnswer("application/json", self.server.plan_json)},
             )
             undo.callback(self.http.stop)
             self._undo = undo.pop_all()
@@ -113,7 +113,7 @@ class CoordinatorProcess:
                 boot=self._boot,
                 bind=self._settings.bind,
                 router_port=self.router_port,
-                http=f"http://{self._settings.http_bind}:{self.http.port}",
+                http=url_of(self._settings.http_bind, self.http.port),
                 journal=self._settings.store or str(self._settings.journal),
                 keys="" if self._keys is None else str(self._keys.trust.path),
             )
@@ -256,7 +256,7 @@ class StandbyServer:
                 refresh=self._count,
                 readiness=self.readiness,
                 status=self._status,
-                plan=self._status,
+                pages={"/plan": lambda: HttpAnswer("application/json", self._status())},
             )
             undo.callback(http.stop)
             self._undo = undo.pop_all()

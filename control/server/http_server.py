@@ -4,27 +4,57 @@ Pages are read by GET. A process that takes commands over HTTP passes them as `a
 
 The port has no secrets and no authentication, so it listens on the loopback unless configured otherwise. Its callables
 run on HTTP threads and must return snapshots instead of reading another thread's state.
+
+The server is waitress: one thread for all connections, a few for the pages. What a stranger can hold is bounded here: a
+connection carries one request and lives for a fixed time, however slowly its bytes come, and the oldest connection
+without a request gives way to a new one.
 """
 
 from __future__ import annotations
 
-import sys
+import logging
+import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from waitress import wasyncore
+from waitress.adjustments import Adjustments
+from waitress.channel import HTTPChannel
+from waitress.parser import HTTPRequestParser
+from waitress.server import TcpWSGIServer
+from waitress.task import ThreadedTaskDispatcher
 
 from ..log import get_log
 from ..protocol import ConfigurationError
 
-REQUEST_TIMEOUT_S: Final = 5.0
-"""Seconds that a client may take to send its request."""
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+REQUEST_S: Final = 5.0
+"""Seconds that a client may take to send its request, from the first byte to the last."""
+ANSWER_S: Final = 30.0
+"""Seconds after which a connection is closed whose client has not read all of its answer."""
+MOST_CONNECTIONS: Final = 64
+"""Open connections. A new one replaces the oldest that has sent no request yet."""
+THREADS: Final = 4
+"""Pages that are made at the same time."""
+MOST_HEADER_BYTES: Final = 16 * 1024
+_MOST_BODY_BYTES: Final = 4096
+"""Requests have no body; a small one is read and ignored."""
+_NO_FILE: Final = 1 << 40
+"""Bytes from which waitress would buffer in a temporary file: never."""
+_SWEEP_S: Final = 0.25
+_REST_S: Final = 0.5
+"""Seconds without accepting after the process ran out of file descriptors."""
+_CLOSE_S: Final = 1
+"""Seconds that `stop` waits for pages that are being made."""
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -32,6 +62,16 @@ class Readiness(msgspec.Struct, frozen=True):
 
     ready: bool
     reason: str = ""
+
+
+class HttpAnswer(msgspec.Struct, frozen=True):
+    """A page, or the answer to an action."""
+
+    content_type: str
+    body: bytes
+    status: HTTPStatus = HTTPStatus.OK
+    headers: tuple[tuple[str, str], ...] = ()
+    """Further headers."""
 
 
 class HttpPort:
@@ -46,133 +86,241 @@ class HttpPort:
         readiness: Callable[[], Readiness],
         status: Callable[[], bytes],
         refresh: Callable[[], None] = lambda: None,
-        plan: Callable[[], bytes] | None = None,
+        pages: Mapping[str, Callable[[], HttpAnswer]] | None = None,
         actions: Mapping[str, Callable[[], Readiness]] | None = None,
     ) -> None:
         """Bind the port; 0 takes a free one.
 
-        `status` and `plan` return JSON documents; `refresh` is called before the metrics are read. `actions` maps
-        paths to functions that a POST calls; the result says whether the action was carried out.
+        `status` returns a JSON document; `refresh` is called before the metrics are read. `pages` maps further paths to
+        functions that make them. `actions` maps paths to functions that a POST calls; the result says whether the
+        action was carried out.
         """
-        self._plan = plan
-        self._refresh = refresh
-        self._readiness = readiness
-        self._status = status
-        self._registry = registry
+        gets = {
+            "/metrics": lambda: _metrics(registry, refresh),
+            "/healthz": lambda: _text(HTTPStatus.OK, "alive"),
+            "/readyz": lambda: _ready(readiness()),
+            "/status": lambda: HttpAnswer("application/json", status()),
+            **(pages or {}),
+        }
         posts = {path: partial(_action_answer, action) for path, action in (actions or {}).items()}
-        handler = type("Handler", (_Handler,), {"routes": self._routes(), "actions": posts})
-        try:
-            self._server = _Server((bind, port), handler)
-        except OSError as problem:
-            advice = "choose another port, or stop what listens there"
-            raise ConfigurationError(f"cannot serve HTTP on {bind}:{port}: {problem.strerror}; {advice}") from problem
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="http", daemon=True)
+        listener = _listen(bind, port)
+        self.port: int = listener.getsockname()[1]
+        self._workers = _Workers()
+        self._sockets: dict[int, Any] = {}
+        """Every socket of this port by its descriptor; used by the thread `http` alone while it runs."""
+        self._server = _Server(_Application(gets, posts), listener, self._workers, self._sockets)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
 
     def start(self) -> None:
         """Start to answer requests."""
+        self._workers.set_thread_count(THREADS)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop answering and free the port. Idempotent."""
-        if self._thread.is_alive():  # it only accepts, every 0.1 s; accepted connections have threads of their own
-            self._server.shutdown()
+        """Stop answering and free the port; waits a moment for pages that are being made. Idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._server.pull_trigger()
             self._thread.join()
-        self._server.server_close()
+        self._workers.shutdown(timeout=_CLOSE_S)
+        self._server.close()
+        wasyncore.close_all(self._sockets)
 
-    def _routes(self) -> dict[str, Callable[[], _Answer]]:
-        routes = {
-            "/metrics": self._metrics,
-            "/healthz": lambda: _text(HTTPStatus.OK, "alive"),
-            "/readyz": self._ready,
-            "/status": lambda: _Answer(HTTPStatus.OK, "application/json", self._status()),
-        }
-        if (plan := self._plan) is not None:
-            routes["/plan"] = lambda: _Answer(HTTPStatus.OK, "application/json", plan())
-        return routes
-
-    def _metrics(self) -> _Answer:
-        self._refresh()
-        return _Answer(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry))
-
-    def _ready(self) -> _Answer:
-        result = self._readiness()
-        if result.ready:
-            return _text(HTTPStatus.OK, result.reason or "ready")
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, result.reason)
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            wasyncore.loop(_SWEEP_S, use_poll=True, map=self._sockets, count=1)
+            self._server.close_expired()
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    status: HTTPStatus
-    content_type: str
-    body: bytes
+def url_of(bind: str, port: int) -> str:
+    """Where a port that is bound to the address `bind` is reached."""
+    return f"http://[{bind}]:{port}" if ":" in bind else f"http://{bind}:{port}"
 
 
-def _action_answer(action: Callable[[], Readiness]) -> _Answer:
+def _listen(bind: str, port: int) -> socket.socket:
+    """A listening socket for an IPv4 or IPv6 address, or for a name, of which the IPv4 address is preferred."""
+    try:
+        found = {entry[0] for entry in socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)}
+        family = socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+        both = family == socket.AF_INET6 and bind == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((bind, port), family=family, dualstack_ipv6=both)
+    except OSError as problem:
+        advice = "choose another address or port, or stop what listens there"
+        raise ConfigurationError(f"cannot serve HTTP on {bind}:{port}: {problem.strerror}; {advice}") from problem
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+class _Application:
+    """WSGI application: GET for the paths in `gets`, POST for those in `posts`."""
+
+    def __init__(
+        self, gets: Mapping[str, Callable[[], HttpAnswer]], posts: Mapping[str, Callable[[], HttpAnswer]]
+    ) -> None:
+        self._routes = {"GET": gets, "POST": posts}
+
+    def __call__(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        answer = self._answer(request["REQUEST_METHOD"], request["PATH_INFO"])
+        length = str(len(answer.body))
+        headers = [("Content-Type", answer.content_type), ("Content-Length", length), *answer.headers]
+        start(f"{answer.status.value} {answer.status.phrase}", headers)
+        return (answer.body,)
+
+    def _answer(self, method: str, path: str) -> HttpAnswer:
+        routes = self._routes.get(method)
+        if not routes:
+            return _text(HTTPStatus.NOT_IMPLEMENTED, f"no page takes {method}")
+        route = routes.get(path)
+        if route is None:
+            return _text(HTTPStatus.NOT_FOUND, f"known: {', '.join(sorted(routes))}")
+        try:
+            return route()
+        except Exception:  # noqa: BLE001  # an error in one page must not end the server
+            get_log(__name__).exception("page_failed", path=path)
+            return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this page could not be made")
+
+
+def _metrics(registry: CollectorRegistry, refresh: Callable[[], None]) -> HttpAnswer:
+    refresh()
+    return HttpAnswer(CONTENT_TYPE_LATEST, generate_latest(registry))
+
+
+def _ready(result: Readiness) -> HttpAnswer:
+    if result.ready:
+        return _text(HTTPStatus.OK, result.reason or "ready")
+    return _text(HTTPStatus.SERVICE_UNAVAILABLE, result.reason)
+
+
+def _action_answer(action: Callable[[], Readiness]) -> HttpAnswer:
     result = action()
     return _text(HTTPStatus.OK if result.ready else HTTPStatus.CONFLICT, result.reason or "done")
 
 
-def _text(status: HTTPStatus, text: str) -> _Answer:
-    return _Answer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
+def _text(status: HTTPStatus, text: str) -> HttpAnswer:
+    return HttpAnswer("text/plain; charset=utf-8", text.encode() + b"\n", status)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 32
+# -- waitress with our bounds ----------------------------------------------------------------------------------------
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log a client that went away or sent nothing at debug level, anything else as an error."""
-        del request
-        log = get_log(__name__)
-        problem = sys.exc_info()[1]
-        if isinstance(problem, (ConnectionError, TimeoutError)):
-            log.debug("client_gone", client=client_address, problem=str(problem))
-        else:
-            log.error("request_failed", client=client_address, exc_info=problem)
+_ERRORS_ONLY: Final = logging.getLogger(f"{__name__}.waitress")
+"""Logger of waitress' own lines. Its warnings, such as the length of a queue, are not worth a line."""
+_ERRORS_ONLY.setLevel(logging.ERROR)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One connection. Answers GET for the paths in `routes`, and POST for those in `actions`."""
+class _Workers(ThreadedTaskDispatcher):
+    """The threads that make pages."""
 
-    routes: ClassVar[dict[str, Callable[[], _Answer]]] = {}
-    actions: ClassVar[dict[str, Callable[[], _Answer]]] = {}
-    timeout = REQUEST_TIMEOUT_S
-    protocol_version = "HTTP/1.1"
-    server_version = "weightbus"
-    sys_version = ""
+    logger = queue_logger = _ERRORS_ONLY
 
-    def do_GET(self) -> None:
-        """Send the page, or 404 with the known paths."""
-        self._respond(self.routes)
 
-    def do_POST(self) -> None:
-        """Carry out an action; the request has no body."""
-        if not self.actions:
-            self.send_error(HTTPStatus.NOT_IMPLEMENTED)
-            return
-        self._respond(self.actions)
+class _Request(HTTPRequestParser):
+    """One request, the only one of its connection."""
 
-    def _respond(self, routes: Mapping[str, Callable[[], _Answer]]) -> None:
-        route = routes.get(self.path.split("?", 1)[0])
-        if route is None:
-            self._reply(_text(HTTPStatus.NOT_FOUND, f"known: {', '.join(sorted(routes))}"))
-            return
+    def parse_header(self, header_plus: bytes) -> None:
+        """Read the header; the connection is closed after the answer, whatever the client asks for."""
+        super().parse_header(header_plus)
+        self.headers = {**self.headers, "CONNECTION": "close"}
+
+
+class _Connection(HTTPChannel):
+    """One connection. Created, swept and closed on the thread `http`."""
+
+    parser_class = _Request
+    logger = _ERRORS_ONLY
+    server: _Server
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.accepted_at = time.monotonic()
+        super().__init__(*args, **kwargs)
+        self.server.connections[self] = None
+
+    def handle_close(self) -> None:
+        """Close the connection, whatever is left to be read or sent."""
+        self.server.connections.pop(self, None)
+        super().handle_close()
+
+    @property
+    def without_request(self) -> bool:
+        """True until a whole request has arrived."""
+        return not (self.requests or self.total_outbufs_len or self.close_when_flushed)
+
+    def expired(self, now: float) -> bool:
+        """Whether its client took too long. A page that is being made is waited for."""
+        if self.requests:
+            return False
+        return now >= self.accepted_at + (REQUEST_S if self.without_request else ANSWER_S)
+
+
+class _Server(TcpWSGIServer):
+    """The listening socket."""
+
+    channel_class = _Connection
+    logger = _ERRORS_ONLY
+
+    def __init__(
+        self, application: _Application, listener: socket.socket, workers: _Workers, sockets: dict[int, Any]
+    ) -> None:
+        self.connections: dict[_Connection, None] = {}
+        """Open connections, the oldest first."""
+        self._rest_until = 0.0
+        self._trigger_lock = threading.Lock()
+        self._closed = False
+        limits = Adjustments(
+            sockets=[listener],
+            connection_limit=2 * MOST_CONNECTIONS,
+            max_request_header_size=MOST_HEADER_BYTES,
+            max_request_body_size=_MOST_BODY_BYTES,
+            outbuf_overflow=_NO_FILE,
+            outbuf_high_watermark=_NO_FILE,
+            inbuf_overflow=_NO_FILE,
+            log_socket_errors=False,
+            clear_untrusted_proxy_headers=False,
+            ident="weightbus",
+        )
+        address = (listener.family, listener.type, listener.proto, listener.getsockname())
+        super().__init__(
+            application, sockets, _sock=listener, dispatcher=workers, adj=limits, sockinfo=address, bind_socket=False
+        )
+
+    def readable(self) -> bool:
+        """Whether to accept connections."""
+        return time.monotonic() >= self._rest_until and super().readable()
+
+    def accept(self) -> tuple[socket.socket, Any] | None:
+        """Accept a connection, in the place of the oldest one without a request if there are too many."""
+        if len(self.connections) >= MOST_CONNECTIONS:
+            oldest = next((connection for connection in self.connections if connection.without_request), None)
+            if oldest is not None:
+                oldest.handle_close()
         try:
-            answer = route()
-        except Exception:  # noqa: BLE001  # an error in one page must not end the server
-            get_log(__name__).exception("page_failed", path=self.path)
-            answer = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this page could not be made")
-        self._reply(answer)
+            return super().accept()
+        except OSError as problem:  # file descriptors have run out: the client stays in the queue
+            self._rest_until = time.monotonic() + _REST_S
+            get_log(__name__).warning("connection_not_accepted", problem=problem.strerror)
+            return None
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the name is the base class's
-        """Requests are not logged: scrapers ask every few seconds."""
+    def maintenance(self, now: float) -> None:
+        """Waitress' own sweep by the wall clock; `close_expired` stands in for it."""
 
-    def _reply(self, answer: _Answer) -> None:
-        self.send_response(answer.status)
-        self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(answer.body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(answer.body)
+    def close_expired(self) -> None:
+        """Close the connections whose clients took too long."""
+        now = time.monotonic()
+        for connection in [each for each in self.connections if each.expired(now)]:
+            connection.handle_close()
+
+    def pull_trigger(self) -> None:
+        """Wake the thread `http`; from any thread, and without effect once this is closed."""
+        with self._trigger_lock:  # a worker that outlives `stop` must not write to a descriptor that was used again
+            if not self._closed:
+                super().pull_trigger()
+
+    def close(self) -> None:
+        """Close the listening socket and the trigger."""
+        with self._trigger_lock:
+            if not self._closed:
+                self._closed = True
+                super().close()

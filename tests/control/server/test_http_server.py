@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
+import os
 import socket
-from collections.abc import Iterator
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import structlog
 
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.server import http_server as http_module, metrics as telemetry
-from weightbus.control.server.http_server import HttpPort, Readiness
+from weightbus.control.server.http_server import HttpAnswer, HttpPort, Readiness
 from weightbus.control.server.metrics import Metrics, MetricSource
 
 
 class World:
     """What the port shows, to be changed by tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1", pages: Mapping[str, Callable[[], HttpAnswer]] | None = None) -> None:
         self.verdict = Readiness(True)
         self.broken = False
+        self.document = b'{"boot":1}'
         self.metrics = Metrics(MetricSource.COORDINATOR)
         self.port = HttpPort(
-            "127.0.0.1",
+            address,
             0,
             registry=self.metrics.registry,
             readiness=lambda: self.verdict,
             status=self._status,
+            pages=pages,
         )
         self.port.start()
 
@@ -42,7 +49,7 @@ class World:
     def _status(self) -> bytes:
         if self.broken:
             raise RuntimeError("no status")
-        return b'{"boot":1}'
+        return self.document
 
 
 @pytest.fixture
@@ -94,26 +101,167 @@ def test_page_that_cannot_be_made(world: World) -> None:
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [("page_failed", "error")]
 
 
-def test_silent_client_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection without a request ends by itself, and delays no other."""
-    handler = world.port._server.RequestHandlerClass
-    monkeypatch.setattr(handler, "timeout", 2.0)
-    with socket.create_connection(("127.0.0.1", world.port.port), timeout=30) as idle:
-        assert world.ask("/healthz")[0] == 200
-        assert idle.recv(1) == b""
-    assert http_module.REQUEST_TIMEOUT_S <= 10
-
-
-def test_client_that_goes_away_costs_no_traceback(world: World, capfd: pytest.CaptureFixture[str]) -> None:
-    """A scraper that hangs up is a line for debugging; what is our fault stays an error with its cause."""
-    with structlog.testing.capture_logs() as logs:
-        for problem in (BrokenPipeError(), ConnectionResetError(), TimeoutError(), ValueError("ours")):
+def trickle(port: int, stop: threading.Event, answered: list[bytes]) -> None:
+    """Send a request by one byte every 0.1 s, until the connection is closed."""
+    with socket.create_connection(("127.0.0.1", port), timeout=0.1) as slow:
+        while not stop.is_set():
             try:
-                raise problem  # noqa: TRY301
-            except Exception:  # noqa: BLE001
-                world.port._server.handle_error(None, ("127.0.0.1", 1))
-    assert [entry["log_level"] for entry in logs] == ["debug", "debug", "debug", "error"]
+                slow.sendall(b"G")
+                answered.append(slow.recv(1))
+            except TimeoutError:
+                continue
+            except OSError:
+                answered.append(b"")
+            return
+
+
+def test_request_has_a_deadline_however_its_bytes_come(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends nothing, and one that sends a byte now and then, are closed; they delay no other."""
+    monkeypatch.setattr(http_module, "REQUEST_S", 1.0)
+    stop, answered = threading.Event(), list[bytes]()
+    slow = threading.Thread(target=trickle, args=(world.port.port, stop, answered))
+    began = time.monotonic()
+    slow.start()
+    try:
+        with socket.create_connection(("127.0.0.1", world.port.port), timeout=30) as idle:
+            assert world.ask("/healthz")[0] == 200
+            assert idle.recv(1) == b""
+        slow.join(10)
+    finally:
+        stop.set()
+        slow.join()
+    assert answered == [b""]
+    assert 1.0 <= time.monotonic() - began < 8
+    assert http_module.REQUEST_S <= 10
+
+
+def test_answer_has_a_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not read its answer holds it for a time only."""
+    monkeypatch.setattr(http_module, "ANSWER_S", 1.0)
+    world.document = b"x" * 16_000_000
+    with socket.create_connection(("127.0.0.1", world.port.port), timeout=30) as deaf:
+        deaf.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+        until = time.monotonic() + 20
+        while not world.port._server.connections and time.monotonic() < until:
+            time.sleep(0.01)
+        while world.port._server.connections and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not world.port._server.connections
+        received = 0
+        while data := deaf.recv(1 << 20):
+            received += len(data)
+        assert received < len(world.document)
+
+
+def test_many_slow_clients_hold_neither_threads_nor_the_port(world: World) -> None:
+    """Connections are bounded: the oldest one without a request gives way, and a prompt client is always answered."""
+    assert world.ask("/healthz")[0] == 200
+    before = threading.active_count()
+    slow = []
+    try:
+        for _ in range(3 * http_module.MOST_CONNECTIONS):
+            slow.append(socket.create_connection(("127.0.0.1", world.port.port), timeout=30))
+            slow[-1].sendall(b"GET /st")
+        assert world.ask("/healthz")[0] == 200
+        assert len(world.port._server.connections) <= http_module.MOST_CONNECTIONS
+        assert threading.active_count() == before
+        assert slow[0].recv(1) == b""  # the oldest was closed
+    finally:
+        for each in slow:
+            each.close()
+
+
+def test_connection_carries_one_request(world: World) -> None:
+    """It is closed after the answer, whatever its client asks for."""
+    for version in ("1.0", "1.1"):
+        with socket.create_connection(("127.0.0.1", world.port.port), timeout=30) as client:
+            client.sendall(f"GET /healthz HTTP/{version}\r\nHost: x\r\nConnection: keep-alive\r\n\r\n".encode() * 2)
+            answer = b""
+            while data := client.recv(4096):
+                answer += data
+        assert answer.count(b"200 OK") == 1
+        assert b"Connection: close" in answer
+        assert b"keep-alive" not in answer.lower()
+
+
+@pytest.mark.parametrize(
+    ("request_text", "code"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nX: " + b"x" * http_module.MOST_HEADER_BYTES + b"\r\n\r\n", b"431"),
+        (b"POST /healthz HTTP/1.1\r\nContent-Length: 100000000\r\n\r\n", b"413"),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"400"),
+    ],
+)
+def test_request_that_is_too_large_or_none_at_all(world: World, request_text: bytes, code: bytes) -> None:
+    """It is refused, and the port lives on."""
+    with socket.create_connection(("127.0.0.1", world.port.port), timeout=30) as client:
+        client.sendall(request_text)
+        assert code in client.recv(100)
+    assert world.ask("/healthz")[0] == 200
+
+
+def test_process_without_descriptors_accepts_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that cannot be accepted stays in the queue, the thread does not spin, and one line says why."""
+    monkeypatch.setattr(http_module, "_REST_S", 0.5)
+    accept, tries = socket.socket.accept, list[float]()
+
+    def fails_at_first(listener: socket.socket) -> object:
+        tries.append(time.monotonic())
+        if len(tries) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    listener = world.port._server.socket
+    monkeypatch.setattr(type(listener), "accept", fails_at_first)
+    with structlog.testing.capture_logs() as logs:
+        assert world.ask("/healthz")[0] == 200
+    assert tries[1] - tries[0] >= 0.5
+    assert [(entry["event"], entry["problem"]) for entry in logs] == [
+        ("connection_not_accepted", "Too many open files")
+    ] * 2
+
+
+def test_client_that_goes_away_costs_no_line(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """A scraper that hangs up in the middle of anything is nothing to be logged."""
+    world.document = b"x" * 4_000_000
+    with structlog.testing.capture_logs() as logs:
+        for sent in (b"", b"GET /st", b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n"):
+            client = socket.create_connection(("127.0.0.1", world.port.port), timeout=30)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+            client.sendall(sent)
+            client.close()
+        until = time.monotonic() + 10
+        while world.port._server.connections and time.monotonic() < until:
+            time.sleep(0.01)
+        assert world.ask("/healthz")[0] == 200
+    assert logs == []
     assert capfd.readouterr().err == ""
+
+
+def test_ipv6() -> None:
+    """An address of either family can be listened on."""
+    world = World("::1")
+    try:
+        with socket.create_connection(("::1", world.port.port), timeout=30) as client:
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert b"200" in client.recv(100)
+    finally:
+        world.port.stop()
+    assert http_module.url_of("::1", 1) == "http://[::1]:1"
+    assert http_module.url_of("10.0.0.1", 1) == "http://10.0.0.1:1"
+
+
+def test_address_that_is_not_ours_is_a_configuration_error(world: World) -> None:
+    """The message names it; so does that of a name that nothing resolves."""
+    for address in ("192.0.2.1", "2001:db8::1"):
+        with pytest.raises(ConfigurationError, match=f"cannot serve HTTP on {address}:"):
+            HttpPort(
+                address,
+                0,
+                registry=world.metrics.registry,
+                readiness=lambda: Readiness(True),
+                status=lambda: b"",
+            )
 
 
 def test_port_in_use_is_a_configuration_error(world: World) -> None:
@@ -139,3 +287,28 @@ def test_stop_frees_the_port() -> None:
         "127.0.0.1", 0, registry=world.metrics.registry, readiness=lambda: Readiness(True), status=lambda: b""
     )
     never.stop()
+
+
+def test_stop_waits_for_pages_that_are_made_and_not_for_others() -> None:
+    """`stop` ends in a moment while a page hangs; the thread that made it writes to nothing afterwards."""
+    hangs = threading.Event()
+
+    def page() -> HttpAnswer:
+        hangs.wait(30)
+        return HttpAnswer("text/plain", b"late")
+
+    world = World(pages={"/hangs": page})
+    with socket.create_connection(("127.0.0.1", world.port.port), timeout=30) as client:
+        client.sendall(b"GET /hangs HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.3)
+        began = time.monotonic()
+        world.port.stop()
+        assert time.monotonic() - began < 5
+        read, write = os.pipe()  # takes the descriptors that were freed
+        hangs.set()
+        time.sleep(0.5)
+        os.set_blocking(read, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+        for descriptor in (read, write):
+            os.close(descriptor)
