@@ -478,7 +478,7 @@ def test_an_offer_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     for _ in range(3):
         once()
     gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def descriptors() -> int:

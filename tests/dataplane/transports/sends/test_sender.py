@@ -352,7 +352,8 @@ def test_nothing_has_ended_well_that_was_closed_before(monkeypatch: pytest.Monke
     assert isinstance(crowd.hear("e"), wire.BeginSends)
     begun.set()
     crowd._serving.join(WAIT_S)
-    assert crowd.failures == ["nothing is on offer: call offer first"]
+    # which one depends on how far the sender was when it was closed
+    assert crowd.failures in (["nothing is on offer: call offer first"], ["the sender was closed"])
     assert crowd.sender._stood.names == ()
     crowd.close()
 
