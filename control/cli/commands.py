@@ -148,7 +148,7 @@ class StatusCommand(SettingsCommand[StatusSettings]):
         if given.json:
             print(document.decode())  # noqa: T201
             return 0
-        Console().print(status_view.render(status_document.parse(document)))
+        status_view.print_unwrapped(Console(), status_view.render(status_document.parse(document)))
         return 0
 
 

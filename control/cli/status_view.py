@@ -1,4 +1,4 @@
-"""Fetches the status document over HTTP and renders it as tables."""
+"""Fetches the status document over HTTP and renders it as text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from http.client import HTTPException
 from typing import Final
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 
-from ..machine import ChannelView, EngineView, StatusView, parse
+from ..machine import ChannelView, EngineView, PastRound, RoundView, StatusView, TrainerView, parse
 from ..protocol import ConfigurationError, CoordinatorUnreachable, WeightbusError
 from ..security import check_url
 from ..terminal_text import terminal_safe
@@ -77,46 +76,112 @@ def fetch(url: str, timeout_s: float, page: str = "/status") -> bytes:
         raise CoordinatorUnreachable(url, time.monotonic() - begun, f"GET {page}", str(reason), _ADVICE) from problem
 
 
-def render(view: StatusView) -> RenderableType:
-    """The status as one table for each channel."""
+def render(view: StatusView) -> Text:
+    """The status as lines of text: a paragraph for each channel.
+
+    Lines are as long as their content. A URL, or a command in a reason, stays whole at any width of the terminal, so
+    that it can be copied, and each engine is one line for `grep`.
+    """
     state = "stopping" if view.stopping else "READ-ONLY: its journal takes no writes" if view.read_only else "running"
-    head = Text(f"coordinator {state}, boot {view.boot}, {view.agents} agents")
+    shown = Text(f"coordinator {state}, boot {view.boot}, {view.agents} agents", no_wrap=True, overflow="ignore")
     if not view.channels:
-        return Group(head, Text("no channel yet: no agent has joined"))
-    return Group(head, *(_channel(name, each) for name, each in sorted(view.channels.items())))
+        return shown.append("\nno channel yet: no agent has joined")
+    for name, channel in sorted(view.channels.items()):
+        title, *lines = _channel(name, channel)
+        shown.append(f"\n\n{terminal_safe(title)}", style="bold")
+        for line in lines:
+            shown.append(f"\n  {terminal_safe(line)}")
+    return shown
 
 
 def watch(console: Console, url: str, interval_s: float, timeout_s: float) -> None:
-    """Show the status every `interval_s` seconds until interrupted. An unreachable coordinator is shown as such."""
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            try:
-                shown = render(parse(fetch(url, timeout_s)))
-            except WeightbusError as error:
-                shown = Text(terminal_safe(str(error), lines=True), style="red")
-            live.update(shown, refresh=True)
-            time.sleep(interval_s)
+    """Show the status every `interval_s` seconds until interrupted. An unreachable coordinator is shown as such.
+
+    A terminal is cleared before each; into a pipe or a file one follows the other, each written at once.
+    """
+    while True:
+        try:
+            shown = render(parse(fetch(url, timeout_s)))
+        except WeightbusError as error:
+            shown = Text(terminal_safe(str(error), lines=True), style="red")
+        console.clear()  # nothing, unless this is a terminal
+        print_unwrapped(console, shown)
+        if not console.is_terminal:
+            console.print()
+        time.sleep(interval_s)
 
 
-def _channel(name: str, channel: ChannelView) -> Table:
+def print_unwrapped(console: Console, shown: Text) -> None:
+    """Print lines at their own length: a terminal continues a long one below, and copies it as one."""
+    console.print(shown, soft_wrap=True)
+
+
+def _channel(name: str, channel: ChannelView) -> list[str]:
     committed = f"version {channel.committed.version}" if channel.committed else "nothing committed"
-    lease = f"lease {channel.lease.holder} (epoch {channel.lease.epoch})" if channel.lease else "no lease"
-    round_ = channel.round.state.value
+    ready = f"{len(channel.ready)} of {len(channel.engines)} engines ready"
+    lines = [f"channel {name}: {committed}, epoch {channel.epoch}, {ready}"]
+    lines += [f"trainer     {_trainer(trainer, each, channel)}" for trainer, each in sorted(channel.trainers.items())]
+    if not channel.trainers:
+        lines.append(f"trainer     none is connected{_lease_of('', channel)}")
     if channel.round.version is not None:
-        round_ += f" version {channel.round.version}, {channel.round.age_s:.1f} s"
-        round_ += f", at most {channel.round.max_paused} paused" if channel.round.max_paused else ""
-        round_ += ", a resync" if channel.round.catch_up else ""
-    title = f"channel {name}: {committed}, epoch {channel.epoch}, {lease}, {round_}, {len(channel.ready)} ready"
-    table = Table(title=Text(terminal_safe(title), style="bold"), title_justify="left")
-    for column in ("engine", "url", "state", "version", "lag", "ready", "server"):
-        table.add_column(column, justify="right" if column in {"version", "lag"} else "left", overflow="fold")
-    for engine, each in sorted(channel.engines.items()):
-        table.add_row(*(Text(terminal_safe(cell)) for cell in (engine, *_engine(each))))
-    return table
+        lines.append(f"round       {_round(channel.round)}")
+    if channel.rounds:
+        lines.append(f"last round  {_past(channel.rounds[-1])}")
+    if not channel.engines:
+        return [*lines, "no engine has joined"]
+    engines = [(name, *_engine(each)) for name, each in sorted(channel.engines.items())]
+    rows = [_HEAD, *(tuple(map(terminal_safe, row)) for row in engines)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return lines + [_aligned(row, widths) for row in rows]
+
+
+_HEAD: Final = ("engine", "state", "version", "lag", "transport", "server", "url", "ready")
+"""Columns of the table of engines. The last one has text of any length."""
+_NUMBERS: Final = frozenset({"version", "lag"})
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
+    cells = []
+    for head, cell, width in zip(_HEAD, row, widths, strict=True):
+        space = " " * (width - cell_len(cell))
+        cells.append(f"{space}{cell}" if head in _NUMBERS else f"{cell}{space}")
+    return "  ".join(cells).rstrip()
+
+
+def _lease_of(trainer: str, channel: ChannelView) -> str:
+    lease = channel.lease
+    if lease is None or (trainer and lease.holder != trainer):
+        return ""
+    holder = "" if trainer else f" of {lease.holder}"
+    return f", lease{holder} for version {lease.version} (epoch {lease.epoch})"
+
+
+def _trainer(name: str, each: TrainerView, channel: ChannelView) -> str:
+    gone = "" if each.last_seen_s is not None else ", not connected"
+    published = "" if each.published is None else f", announced version {each.published} last"
+    where = f"{each.ranks} ranks on {each.host or 'an unknown host'} ({each.device or 'unknown device'})"
+    return f"{name}: {where}{published}{_lease_of(name, channel)}{gone}"
+
+
+def _round(round_: RoundView) -> str:
+    shown = f"{round_.state.value} version {round_.version}, {round_.age_s:.1f} s"
+    shown += f", at most {round_.max_paused} paused" if round_.max_paused else ""
+    return shown + (", a resync" if round_.catch_up else "")
+
+
+def _past(done: PastRound) -> str:
+    when = "before the coordinator started" if done.ended_s is None else f"{done.ended_s:.0f} s ago"
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in done.seconds.items() if name != "total")
+    engines = ", ".join(f"{count} {outcome}" for outcome, count in sorted(done.engines.items())) or "no engine"
+    over = f" over {', '.join(done.transports)}" if done.transports else ""
+    shown = f"version {done.version} {done.outcome.value} {when}, {done.seconds.get('total', 0.0):.2f} s"
+    shown += f" ({phases})" if phases else ""
+    shown += f"; engines: {engines}{over}"
+    return shown + (f"; {done.reason}" if done.reason else "")
 
 
 def _engine(each: EngineView) -> tuple[str, ...]:
     version = "-" if each.version is None else str(each.version)
     ready = "yes" if each.ready else f"no: {each.reason}"
     shape = f"{each.server_version} {each.device} tp{each.tp}"
-    return each.url, each.state, version, str(each.lag), ready, shape
+    return each.state, version, str(each.lag), each.last_transport or "-", shape, each.url, ready

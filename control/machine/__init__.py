@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         MAX_HISTORY as MAX_HISTORY,
         MAX_ROUND_REPLIES as MAX_ROUND_REPLIES,
         Channel as Channel,
+        PastRound as PastRound,
         PastVersion as PastVersion,
         Publisher as Publisher,
         Restored as Restored,
@@ -88,8 +89,10 @@ if TYPE_CHECKING:
         ChannelView as ChannelView,
         EngineView as EngineView,
         PastStatus as PastStatus,
+        RoundView as RoundView,
         StandbyView as StandbyView,
         StatusView as StatusView,
+        TrainerView as TrainerView,
         parse as parse,
         refuse_standby as refuse_standby,
     )

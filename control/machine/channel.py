@@ -10,9 +10,10 @@ follows it before it is durable.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -44,6 +45,7 @@ from ..protocol import (
     ToEngine,
     Topology,
     TrainerInfo,
+    TransportKind,
     Version,
 )
 from .effects import (
@@ -82,6 +84,9 @@ MAX_ROUND_REPLIES: Final = 32
 """Replies kept for finished rounds, per channel, in memory and in the journal: a trainer asks about its last round.
 Each may take a megabyte, because it names every engine of the channel."""
 
+MAX_PAST_ROUNDS: Final = 20
+"""Finished rounds in the status document."""
+
 MAX_HISTORY: Final = 64
 """Committed versions that are remembered, so that an operator can see what a channel may go back to."""
 _NOT_CLOSED: Final = "was committed; the coordinator ended before the round did, and how its engines fared was not kept"
@@ -97,6 +102,42 @@ class RoundReply(msgspec.Struct, frozen=True):
     """False if only the commit is known, because the coordinator ended before the round: `done` names no engines."""
 
 
+class PastRound(msgspec.Struct, frozen=True):
+    """A finished round in few words: the report of each engine is counted, not repeated."""
+
+    version: Version
+    epoch: Epoch
+    outcome: Outcome
+    reason: str
+    seconds: dict[str, float]
+    """Seconds by phase, as in `RoundDone`."""
+    engines: dict[str, int]
+    """Number of engines by their outcome."""
+    transports: tuple[TransportKind, ...]
+    """Transports by which its engines took the version."""
+    bytes: int
+    """Bytes that the engines took, all together."""
+    ended_s: float | None = None
+    """Seconds since its end; None if that was before the coordinator started."""
+
+    @classmethod
+    def of(cls, done: RoundDone) -> PastRound:
+        """The summary of a report, without its time."""
+        outcomes = Counter(report.outcome.value for report in done.engines)
+        transports = {report.transport for report in done.engines if report.transport is not None and report.bytes}
+        size = sum(report.bytes for report in done.engines)
+        return cls(
+            version=done.version,
+            epoch=done.epoch,
+            outcome=done.outcome,
+            reason=done.reason,
+            seconds=done.seconds,
+            engines=dict(outcomes),
+            transports=tuple(sorted(transports)),
+            bytes=size,
+        )
+
+
 class RoundReplies:
     """How rounds ended, by the key of their `Publish`; the oldest are dropped."""
 
@@ -104,6 +145,19 @@ class RoundReplies:
         self.last: RoundDone | None = None
         """Report of the last finished round since the coordinator started."""
         self._by_request = dict(restored)
+        self._ended_at: dict[RequestId, float] = {}
+        self._past: dict[RequestId, PastRound] = {}
+        """Summaries made so far: a report may name thousands of engines, and is summarized when one is looked at."""
+
+    def past(self, now: float) -> tuple[PastRound, ...]:
+        """The last `MAX_PAST_ROUNDS` finished rounds, oldest first."""
+        newest = [*islice(reversed(self._by_request), MAX_PAST_ROUNDS)]
+        past = {request: self._past.get(request) or PastRound.of(self._by_request[request].done) for request in newest}
+        self._past = past
+        ended = [(past[request], self._ended_at.get(request)) for request in reversed(newest)]
+        return tuple(
+            each if at is None else msgspec.structs.replace(each, ended_s=max(0.0, now - at)) for each, at in ended
+        )
 
     def get(self, request: RequestId) -> RoundReply | None:
         """How the round of `request` ended; None if unknown."""
@@ -119,12 +173,16 @@ class RoundReplies:
             return None
         return key_reused(message, Publish)
 
-    def remember(self, request: RequestId, round_reply_of: RoundReply) -> None:
-        """Keep how the round of `request` ended."""
+    def remember(self, request: RequestId, round_reply_of: RoundReply, now: float) -> None:
+        """Keep how the round of `request` ended, which was now."""
         self.last = round_reply_of.done
         self._by_request[request] = round_reply_of
+        self._ended_at[request] = now
+        self._past.pop(request, None)
         while len(self._by_request) > MAX_ROUND_REPLIES:
-            self._by_request.pop(next(iter(self._by_request)))
+            oldest = next(iter(self._by_request))
+            self._by_request.pop(oldest)
+            self._ended_at.pop(oldest, None)
 
 
 def _report(
@@ -281,6 +339,10 @@ class Channel:
         of_round = self.round.next_deadline() if self.round else None
         of_lease = self._lease_holder.next_deadline(in_round=self.round is not None)
         return earlier(self._pending_commands.next_deadline(), earlier(of_round, of_lease))
+
+    def past_rounds(self, now: float) -> tuple[PastRound, ...]:
+        """The last finished rounds, oldest first."""
+        return self._round_replies.past(now)
 
     def pinned(self) -> set[str]:
         """Digests of the blobs that the current version and the running round need."""
@@ -680,7 +742,7 @@ class Channel:
         of = HeldVersion(version=round_.version, manifest=round_.publish.manifest, table=round_.table)
         self._registry.round_closed(round_.participants.by_name.values(), of)
         self.round = None
-        self._round_replies.remember(record.request, round_reply_of(record))
+        self._round_replies.remember(record.request, round_reply_of(record), now)
         stood_s = round_.publish.stood_s
         self._effects.append(
             RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s)

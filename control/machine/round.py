@@ -213,11 +213,15 @@ class Round:
         """Seconds since the round began."""
         return now - self._began_at
 
-    def done(self, now: float) -> RoundDone:
-        """The report for the trainer, which the journal keeps too."""
+    def seconds(self, now: float) -> dict[str, float]:
+        """Seconds by phase until now, as in `RoundDone`."""
         seconds = {**self._state_seconds, "total": now - self._began_at}
         if timed_as := TIMED_AS.get(self.state):
             seconds[timed_as] = seconds.get(timed_as, 0.0) + now - self._since
+        return seconds
+
+    def done(self, now: float) -> RoundDone:
+        """The report for the trainer, which the journal keeps too."""
         reasons = sum(bool(participant.reason) for participant in self.participants.by_name.values())
         reports = tuple(participant.report(self.version, reasons) for participant in self.participants.by_name.values())
         return RoundDone(
@@ -227,7 +231,7 @@ class Round:
             outcome=Outcome.COMMITTED if self.durable else Outcome.ABORTED,
             reason=clip(self.reason),
             engines=reports,
-            seconds=seconds,
+            seconds=self.seconds(now),
         )
 
     def check(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from ..protocol import AgentId, CoordinatorOnStandby, EngineHealth, HeldVersion, Malformed, TransportKind, Version
-from .channel import Channel
+from .channel import UNDESCRIBED_TRAINER, Channel, PastRound
 from .engine_registry import EngineRecord, readiness
 from .membership import Membership
 from .states import RoundState
@@ -61,6 +61,8 @@ class RoundView(msgspec.Struct, frozen=True):
     """Most engines that may be paused at a time; 0: all."""
     catch_up: bool = False
     """True for the round of a resync, which brings the committed version to stale engines."""
+    seconds: dict[str, float] = {}
+    """Seconds by phase until now, as in `RoundDone`."""
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -88,6 +90,20 @@ class EngineView(msgspec.Struct, frozen=True):
     transports: tuple[TransportKind, ...]
     known: bool = True
     """True if its version was committed in this channel, as far as the history goes."""
+    last_transport: TransportKind | None = None
+    """Transport of the last version that it took, since its agent and the coordinator started."""
+
+
+class TrainerView(msgspec.Struct, frozen=True):
+    """A trainer that is connected, or that published last."""
+
+    host: str
+    device: str
+    ranks: int
+    last_seen_s: float | None
+    """None if it is not connected."""
+    published: int | None = None
+    """The last version that was announced in the channel, if this trainer announced it."""
 
 
 class ChannelView(msgspec.Struct, frozen=True):
@@ -102,6 +118,9 @@ class ChannelView(msgspec.Struct, frozen=True):
     """URLs of engines to which requests may be sent."""
     history: tuple[PastStatus, ...] = ()
     """Committed versions, oldest first, as far as remembered; the last one is current."""
+    trainers: dict[str, TrainerView] = {}
+    rounds: tuple[PastRound, ...] = ()
+    """The last finished rounds, oldest first."""
 
 
 class StatusView(msgspec.Struct, frozen=True):
@@ -173,13 +192,28 @@ def _channel(channel: Channel, members: Membership, lease_s: float, now: float) 
             {str(m.name): m.phase.value for m in round_.participants.by_name.values()},
             round_.publish.policy.max_paused,
             round_.publish.catch_up,
+            round_.seconds(now),
         )
         if round_
         else RoundView(RoundState.IDLE),
         engines=engines,
         ready=tuple(engine.url for engine in engines.values() if engine.ready),
         history=tuple(PastStatus(each.version, each.epoch, each.rollback) for each in channel.history),
+        trainers=_trainers(channel, members, now),
+        rounds=channel.past_rounds(now),
     )
+
+
+def _trainers(channel: Channel, members: Membership, now: float) -> dict[str, TrainerView]:
+    last = channel.publisher
+    found = {last.name: TrainerView(last.info.host, last.info.device, last.info.ranks, None)} if last else {}
+    for agent in members.trainers(channel.name):
+        info = agent.trainer or UNDESCRIBED_TRAINER
+        found[agent.name] = TrainerView(info.host, info.device, info.ranks, _last_seen(agent.name, members, now))
+    return {
+        str(name): msgspec.structs.replace(each, published=last.version) if last and last.name == name else each
+        for name, each in found.items()
+    }
 
 
 def _held(held: HeldVersion | None, epoch: int) -> HeldStatus | None:
@@ -220,6 +254,7 @@ def _engine(
         device=info.device,
         transports=info.transports,
         known=known,
+        last_transport=engine.last_transport,
     )
 
 

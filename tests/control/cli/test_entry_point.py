@@ -516,7 +516,15 @@ def test_status_for_people() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(status_view.render(status.parse(document)))
     text = console.export_text()
-    for part in ("READ-ONLY", "version 41", "lease t0", "transferring version 42", "half loaded", "dirty", "tp2"):
+    for part in (
+        "READ-ONLY",
+        "version 41",
+        "lease of t0 for version 42",
+        "transferring version 42",
+        "half loaded",
+        "dirty",
+        "tp2",
+    ):
         assert part in text
     with pytest.raises(WeightbusError, match="not the status"):
         status.parse(b"{}")

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.control.journal_contract import POLICY, closed
-from weightbus.control.machine.channel import Channel, Restored, RoundReplies, RoundReply
+from weightbus.control.machine.channel import MAX_PAST_ROUNDS, Channel, Restored, RoundReplies, RoundReply
 from weightbus.control.machine.effects import AnyEffect, Committed, Persist, Persisted, PersistFailed
 from weightbus.control.machine.routing import Router
 from weightbus.control.machine.states import Limits, question
@@ -16,9 +16,11 @@ from weightbus.control.protocol.messages import (
     Digest,
     Epoch,
     HeldVersion,
+    Outcome,
     Publish,
     RefusalCode,
     RequestId,
+    TransportKind,
     Version,
 )
 
@@ -137,3 +139,40 @@ def test_an_answer_that_was_kept_without_its_question_answers_it(kept: str, aske
     assert (verdict is not None and verdict.code is RefusalCode.NOT_ALLOWED) is refused
     later = known.contradicts(msgspec.structs.replace(asked, version=Version(2)))
     assert later is not None, "its version, epoch and channel are known"
+
+
+def test_finished_rounds_are_remembered_in_few_words() -> None:
+    """The status has the last rounds, and no more, with phases, outcomes and transports, also after a restart."""
+    world = World()
+    world.engine("e0")
+    trainer = world.trainer()
+    for version in range(1, MAX_PAST_ROUNDS + 4):
+        world.publish(trainer, version)
+        world.now += 1.0
+    channel = world.machine.status(world.now).channels[CHANNEL]
+    assert [each.version for each in channel.rounds] == [*range(4, MAX_PAST_ROUNDS + 4)]
+    last = channel.rounds[-1]
+    assert (last.outcome, last.engines, last.transports) == (
+        Outcome.COMMITTED,
+        {"committed": 1},
+        (TransportKind.LOCAL,),
+    )
+    assert {"prepare", "transfer", "verify", "total"} <= last.seconds.keys()
+    assert (last.ended_s, channel.rounds[-2].ended_s) == (1.0, 2.0)
+    assert channel.trainers["trainer"].published == last.version
+
+    world.restart()
+    restored = world.machine.status(world.now).channels[CHANNEL].rounds
+    assert [(each.version, each.ended_s) for each in restored] == [(each.version, None) for each in channel.rounds]
+
+
+def test_the_status_names_the_trainer_that_is_gone() -> None:
+    """As the one that announced last, not connected."""
+    world = World()
+    world.engine("e0")
+    trainer = world.trainer()
+    world.publish(trainer, 1)
+    trainer.die()
+    world.advance(world.limits.silence_s + 1.0)
+    known = world.machine.status(world.now).channels[CHANNEL].trainers
+    assert {name: (each.last_seen_s, each.published) for name, each in known.items()} == {"trainer": (None, 1)}
