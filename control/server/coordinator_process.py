@@ -41,13 +41,14 @@ from ..journal import (
     read_login,
 )
 from ..log import get_log
-from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView
+from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView, StatusView
 from ..protocol import Bye, Heartbeat, JournalUnwritable, RefusalCode, Refused, ToCoordinator
 from ..security import keys_folder
 from .event_loop import EventLoop
 from .http_server import HttpAnswer, HttpPort, Readiness, url_of
 from .metrics import JOURNAL_SECONDS, Metrics, MetricSource, ObservationReporter
 from .settings import CoordinatorSettings
+from .status_page import SECURITY_HEADERS, render_page
 
 STALLED_S: Final = 5.0
 """Seconds without a step after which the loop, which steps every second, counts as stuck."""
@@ -94,7 +95,10 @@ class CoordinatorProcess:
                 refresh=show,
                 readiness=self.readiness,
                 status=lambda: self.server.status_json,
-                pages={"/plan": lambda: HttpAnswer("application/json", self.server.plan_json)},
+                pages={
+                    "/": lambda: _page(self.server.status, self.readiness()),
+                    "/plan": lambda: HttpAnswer("application/json", self.server.plan_json),
+                },
             )
             undo.callback(self.http.stop)
             self._undo = undo.pop_all()
@@ -256,7 +260,10 @@ class StandbyServer:
                 refresh=self._count,
                 readiness=self.readiness,
                 status=self._status,
-                pages={"/plan": lambda: HttpAnswer("application/json", self._status())},
+                pages={
+                    "/": lambda: _page(self._view(), self.readiness()),
+                    "/plan": lambda: HttpAnswer("application/json", self._status()),
+                },
             )
             undo.callback(http.stop)
             self._undo = undo.pop_all()
@@ -339,5 +346,14 @@ class StandbyServer:
         return f"{self._leader.name} leads, at {self._leader.endpoint}" if self._leader else "no coordinator leads yet"
 
     def _status(self) -> bytes:
+        return msgspec.json.encode(self._view())
+
+    def _view(self) -> StandbyView:
         leader = self._leader or LeaderRecord()
-        return msgspec.json.encode(StandbyView(stands_by=True, leader=leader.name, endpoint=leader.endpoint))
+        return StandbyView(stands_by=True, leader=leader.name, endpoint=leader.endpoint)
+
+
+def _page(view: StatusView | StandbyView, found: Readiness) -> HttpAnswer:
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    page = render_page(view, ready=found.ready, situation=found.reason, at=at)
+    return HttpAnswer("text/html; charset=utf-8", page, headers=SECURITY_HEADERS)

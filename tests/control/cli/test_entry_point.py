@@ -572,6 +572,7 @@ def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.Capt
             url = str(tomllib.loads("http = " + line.split('"http": ')[1].split(",")[0])["http"])
             assert _get(f"{url}/healthz") == b"alive\n"
             assert b"boot 1" in _get(f"{url}/readyz")
+            assert b"<h2>No channel yet</h2>" in _get(f"{url}/")
             metrics = _get(f"{url}/metrics").decode()
             assert all(
                 f"# TYPE {m.name.removesuffix('_total')}" in metrics
