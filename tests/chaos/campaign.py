@@ -4,27 +4,28 @@
 
 A coordinator, light servers (tests/kit/fake_sglang.py, under the same contract as the real one), their sidecars and a
 trainer of two FSDP2 ranks run as processes. In each cycle one of them is brought to a named failpoint (failpoints.py)
-and held there: before a commit is durable, after the first engine was told, between two buckets. Then somebody is
-killed (SIGKILL) or stopped and continued: that process, or the server that it was about to ask; or a sidecar is parted
-from the coordinator, in one direction or both; or the journal's disk is full. Meanwhile clients generate from every
-engine on the ready list and compute for each token which weights made it.
+and held there: before a commit is durable, after the first engine was told, between two buckets. Then a fault strikes
+(`FAULTS`). Meanwhile clients generate from every engine on the ready list and find out which weights made each token.
 
 After each fault everything must become *safe*: another version is committed, and every engine is on the ready list. The
 time from the fault until then is what is printed, the fault's own duration included. Lost acks are versions that the
-trainer was told are committed and that the journal does not hold, or that went back. Mixed tokens are those that were
-not made by the complete weights of the version they are labeled with, or whose version was never committed. A
-failpoint that is not reached fails the campaign. What was done where, and how often, is printed at the end.
+trainer was told are committed and that were not durable then, or went back; the campaign keeps its own record of both
+(ledger.py). Mixed tokens are those that were not made by the complete weights of the version they are labeled with, or
+of a version that was not committed when they came. A failpoint that is not reached fails the campaign. What was done
+where, and how often, is printed at the end.
 
 `--real` has SGLang itself serve, on the CPU. `--transport direct` then has its workers copy out of the ranks' shared
 memory, as on GPUs, in rounds that are announced before their digest table is known.
 
-Partitions and full disks need root, `unshare`, `ip`, `iptables` and `mount`, all inside namespaces of its own; without
-them they are left out, and it is said why. `--within-s` ends a campaign early: it begins no cycle after so long.
+A disk is filled and frozen where root may mount one, in a namespace of its own; else those faults are left out, and it
+is said why. `--within-s` ends a campaign early: it begins no cycle after so long. `PLANT=loss` and `PLANT=mix` in the
+environment plant a bug (plants.py), which the last line then has to show.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -33,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -41,9 +42,10 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 import model
-from deployment import Deployment, NeverThere, poll, rights
+from deployment import Deployment, NeverThere, no_disk, poll
 from failpoints import AT_SERVER, ONLY, POINTS, passed
 from hammer import Hammer
+from verdict import lost_acks, uncommitted
 
 INSIDE = "WEIGHTBUS_CHAOS_INSIDE"
 SAFE_S = 300.0
@@ -53,7 +55,35 @@ REACH_S = 120.0
 REAL_REACH_S = 200.0
 """How long a failpoint is waited for, which is passed in every round."""
 AT_PARTITION = ("validated", "dirty_durable", "second_bucket", "verified", "resumes")
-AT_FULL_DISK = ("grant_unwritten", "commit_unwritten", "answer_unwritten")
+AT_DISK = ("grant_unwritten", "commit_unwritten", "answer_unwritten")
+AT_RECORD = ("dirty_durable", "second_bucket", "bucket_loaded", "received", "verified", "resumes", "resumed")
+"""Where a sidecar's record is worth something."""
+FAULTS = {
+    "kill": "SIGKILL, of any process, also of the server that was about to be asked",
+    "stop": "SIGSTOP, and SIGCONT later",
+    "part": "a sidecar and the coordinator hear nothing of each other",
+    "mute": "a sidecar is not heard",
+    "deafen": "a sidecar hears nothing",
+    "fill": "the journal's disk is full",
+    "freeze": "the journal's disk answers no write; engines generate meanwhile",
+    "gone": "no coordinator for 30 s",
+    "revoke": "the coordinator does not trust an agent's key for a while",
+    "forget": "a sidecar comes back without its record",
+    "forget-anew": "the same, in the first transfer to a server that was just launched",
+    "relapse": "a sidecar comes back with an older record",
+    "rename": "a sidecar comes back under another name",
+    "rename-anew": "the same, in the first transfer to a server that was just launched",
+    "swap": "between two calls of a sidecar another launch of its server takes the place of the one behind its address",
+    "twin": "a second sidecar of another channel reaches a server by another address, with a trainer that publishes",
+}
+"""What can be done."""
+EXPECTED_TO_FAIL = frozenset(
+    ("freeze", "gone", "revoke", "forget", "forget-anew", "relapse", "rename", "rename-anew", "swap", "twin")
+)
+"""Left out unless they are named."""
+GONE_S, FROZEN_S, TWIN_S = 30.0, 12.0, 10.0
+TOLD = 10
+"""Lines that are printed of what was wrong."""
 
 
 Heal = Callable[[], None]
@@ -75,87 +105,149 @@ class Campaign:
     """Faults, one after the other."""
 
     def __init__(
-        self, folder: Path, undo: ExitStack, *, engines: int, seed: int, real: bool, transport: str = "local"
+        self,
+        folder: Path,
+        undo: ExitStack,
+        *,
+        engines: int,
+        seed: int,
+        real: bool,
+        transport: str = "local",
+        relayed: bool = False,
+        disk: bool = False,
     ) -> None:
         self._safe_s, self._reach_s = (REAL_SAFE_S, REAL_REACH_S) if real else (SAFE_S, REACH_S)
         self._random = random.Random(seed)
         checkpoint = model.write_checkpoint(folder / "checkpoint")
-        self.deployment = Deployment(folder, checkpoint, engines, real=real, transport=transport)
+        self.deployment = Deployment(
+            folder, checkpoint, engines, real=real, transport=transport, relayed=relayed, disk=disk
+        )
         undo.callback(self.deployment.close)
         self.deployment.start()
         poll("the first version", lambda: bool(self.deployment.acks()) and self.deployment.safe(), self._safe_s)
-        self.hammer = Hammer(checkpoint, lambda: self.deployment.ready, 1 if real else engines, real=real)
+        self.hammer = Hammer(
+            checkpoint,
+            lambda: self.deployment.ready,
+            1 if real else engines,
+            real=real,
+            published=lambda: self.deployment.commits().durable,
+        )
         undo.callback(self.hammer.close)
-        self.lost = 0
+        self.found: list[str] = []
+        """What was wrong, as it was noticed during the cycles."""
         self.executed: dict[Strike, list[float]] = {}
         """What was done -> how long it took each time until all was safe."""
 
     def cycle(self, strike: Strike) -> str:
         """Strike there, heal, and wait until all is safe; returns what happened."""
+        hit = self._prepared(strike)
         let_go = self.deployment.held_at(strike.program, strike.point, self._reach_s)
-        state, began, acked = self.deployment.state, time.monotonic(), max(self.deployment.acks())
+        state, began, acked = self.deployment.state, time.monotonic(), self.deployment.last_ack
         try:
-            heal = self._strike(strike.how, strike.whom)
+            heal = hit()
         finally:
             let_go()
-        lasts_s = self._random.uniform(0.1, 1.0) if strike.how == "kill" else self._random.choice((0.5, 2.0, 4.5))
-        time.sleep(lasts_s)
-        heal()
-        poll(f"another version after {strike}", lambda: max(self.deployment.acks()) > acked, self._safe_s)
+        try:
+            self._endure(strike)
+        finally:
+            heal()
+        poll(f"another version after {strike}", lambda: self.deployment.last_ack > acked, self._safe_s)
         poll(f"every engine to be ready after {strike}", self.deployment.safe, self._safe_s)
         took = time.monotonic() - began
-        self.lost += self.deployment.committed < acked
+        if self.deployment.committed < acked:
+            self.found.append(f"after {strike} version {self.deployment.committed} is current, {acked} was answered")
         self.executed.setdefault(strike, []).append(took)
         return f"{strike} (round: {state}): safe after {took:.2f} s"
 
-    def verdict(self) -> tuple[int, int]:
-        """Lost acks and mixed tokens, when all is over."""
+    def _endure(self, strike: Strike) -> None:
+        """For as long as the fault lasts."""
+        match strike.how:
+            case "gone":
+                time.sleep(GONE_S)
+            case "freeze":
+                time.sleep(FROZEN_S)
+                since = time.monotonic()
+                poll("an answer while the disk hangs", lambda: self.hammer.answered_at > since, FROZEN_S)
+            case "twin":
+                poll("the second sidecar to be answered", self.deployment.twin_was_answered, self._reach_s)
+                time.sleep(TWIN_S)
+            case "kill":
+                time.sleep(self._random.uniform(0.1, 1.0))
+            case _:
+                time.sleep(self._random.choice((0.5, 2.0, 4.5)))
+
+    def verdict(self) -> tuple[list[str], list[str], int]:
+        """What was lost, what was served and should not have been, and the number of tokens in it; when all is over."""
         self.hammer.close()
         self.deployment.end_trainer()
-        acks = self.deployment.acks()
         self.deployment.programs["coordinator"].close()
-        durable = self.deployment.journalled()
-        lost = self.lost + len(set(acks) - set(durable)) + (durable != sorted(set(durable)))
-        never = self.hammer.versions - set(durable) - {model.LAUNCH}
-        return lost, len(self.hammer.wrong) + len(never)
+        commits = self.deployment.commits(over=True)
+        lost = [*self.found, *lost_acks(self.deployment.acks(), commits)]
+        never = uncommitted(self.hammer.seen, commits, model.LAUNCH)
+        twice = [f"{url} was on the ready lists of two channels" for url in sorted(self.deployment.listed_twice)]
+        mixed = self.hammer.wrong_tokens + len(never) + len(twice)
+        return lost, [*self.hammer.wrong, *never, *twice], mixed
 
-    def _strike(self, how: str, whom: str) -> Heal:
-        programs = self.deployment.programs
-        match how:
-            case "kill":
-                programs[whom].signal(signal.SIGKILL)
-                return programs[whom].start if whom not in self.deployment.ranks else _nothing
-            case "stop":
-                programs[whom].signal(signal.SIGSTOP)
-                return lambda: programs[whom].signal(signal.SIGCONT)
-            case "part":
-                return self.deployment.part(whom, ("ORIGINAL", "REPLY"))
-            case "mute":
-                return self.deployment.part(whom, ("ORIGINAL",))
-            case "deafen":
-                return self.deployment.part(whom, ("REPLY",))
-            case _:
-                return self.deployment.fill_disk()
+    def _prepared(self, strike: Strike) -> Callable[[], Heal]:
+        """What strikes, once what it needs is there."""
+        deployment, whom = self.deployment, strike.whom
+        engine = whom.rpartition("-")[2]
+        change: Callable[[], None] = _nothing
+        if strike.how.endswith("-anew"):
+            deployment.kill(f"server-{engine}")
+            deployment.programs[f"server-{engine}"].start()
+        if strike.how == "swap":
+            deployment.launch_spare(engine, self._safe_s)
+        elif strike.how == "relapse":
+            change, acked = deployment.keep_record(engine), deployment.last_ack
+            poll("another version, with another record", lambda: deployment.last_ack > acked, self._safe_s)
+        elif strike.how.startswith("forget"):
+            change = functools.partial(deployment.forget, engine)
+        elif strike.how.startswith("rename"):
+            change = functools.partial(deployment.rename, engine)
+        ways: dict[str, Callable[[], Heal]] = {
+            "stop": lambda: deployment.stop(whom),
+            "part": lambda: deployment.part(whom, "up", "down"),
+            "mute": lambda: deployment.part(whom, "up"),
+            "deafen": lambda: deployment.part(whom, "down"),
+            "fill": deployment.fill_disk,
+            "freeze": deployment.freeze_disk,
+            "revoke": lambda: deployment.revoke(whom),
+            "swap": lambda: deployment.swap(engine),
+            "twin": lambda: deployment.start_twin(engine),
+        }
+        return ways.get(strike.how, lambda: deployment.kill_until(whom, change))
 
 
 def _nothing() -> None:
-    """The trainer's ranks are begun anew by whoever looks after them."""
+    """Nothing is to be done."""
 
 
-def strikes(engines: Sequence[str], *, alone: bool, transport: str = "local") -> list[Strike]:
-    """Everything that can be done in rounds over `transport`; `alone` leaves out what needs root."""
+def strikes(
+    engines: Sequence[str], faults: Collection[str], *, disk: bool = True, transport: str = "local"
+) -> list[Strike]:
+    """All of `faults` that can be done in rounds over `transport`; without a `disk` none of the disk."""
     found: list[Strike] = []
     for point in passed(transport):
         at = POINTS[point]
         for engine in engines if at.program == "sidecar" else engines[:1]:
             program = f"sidecar-{engine}" if at.program == "sidecar" else at.program
-            found += [Strike(how, program, program, point) for how in ("kill", "stop")]
+            here = [(how, program) for how in ("kill", "stop")]
             if point in AT_SERVER:
-                found += [Strike(how, f"server-{engine}", program, point) for how in ("kill", "stop")]
-            if point in AT_PARTITION and not alone:
-                found += [Strike(how, engine, program, point) for how in ("part", "mute", "deafen")]
-            if point in AT_FULL_DISK and not alone:
-                found.append(Strike("fill", "disk", program, point))
+                here += [(how, f"server-{engine}") for how in ("kill", "stop")]
+            if point in AT_SERVER and engine == engines[-1] and transport == "local":
+                here.append(("swap", f"server-{engine}"))
+            if point in AT_PARTITION:
+                here += [(how, engine) for how in ("part", "mute", "deafen", "revoke", "twin")]
+                here.append(("gone", "coordinator"))
+            if point in AT_RECORD:
+                here += [(how, program) for how in ("forget", "relapse", "rename")]
+                here += [(how, program) for how in ("forget-anew", "rename-anew")]
+            if point in AT_DISK and disk:
+                here += [(how, "disk") for how in ("fill", "freeze")]
+            if at.program == "coordinator":
+                here += [("gone", "coordinator"), ("revoke", "trainer-chaos")]
+            found += [Strike(how, whom, program, point) for how, whom in here if how in faults]
     return found
 
 
@@ -167,9 +259,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults and of the choice of failpoints")
     parser.add_argument("--real", action="store_true", help="real SGLang servers, on the CPU, in place of light ones")
     parser.add_argument("--transport", choices=sorted(ONLY), default="local", help="direct: with --real, open tables")
+    listed = ", ".join(FAULTS)
+    parser.add_argument("--faults", help=f"comma-separated; default: all that are expected to pass of {listed}")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="begin no cycle after so long")
     parser.add_argument("--save", type=Path, help="file that the result is written to, as JSON")
     given = parser.parse_args()
+    given.faults = set(given.faults.split(",")) if given.faults else FAULTS.keys() - EXPECTED_TO_FAIL
+    if unknown := given.faults - FAULTS.keys():
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {listed}")
     if given.transport == "direct" and not given.real:
         parser.error("--transport direct needs workers that hold weights: give --real too")
     return given
@@ -178,22 +275,23 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the campaign."""
     given = arguments()
-    if reason := rights():
-        say(f"no partitions, no full disk: {reason}")
+    without = no_disk()
+    if without:
+        say(f"no full disk, no frozen disk: {without}")
     elif INSIDE not in os.environ:
-        enter = 'ip link set lo up && exec "$@"'
-        argv = ["unshare", "--net", "--mount", "sh", "-c", enter, "sh", sys.executable, *sys.argv]
+        argv = ["unshare", "--mount", sys.executable, *sys.argv]
         os.execvpe(argv[0], argv, {**os.environ, INSIDE: "1"})
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     began = time.monotonic()
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="wbc-", ignore_cleanup_errors=True)))
-        campaign = Campaign(
-            folder, undo, engines=given.engines, seed=given.seed, real=given.real, transport=given.transport
-        )
+        relayed = "swap" in given.faults and given.transport == "local"
+        shape = {"engines": given.engines, "seed": given.seed, "real": given.real, "transport": given.transport}
+        campaign = Campaign(folder, undo, **shape, relayed=relayed, disk=not without)
         say(f"all ready after {time.monotonic() - began:.0f} s")
         done, whole = 0, True
-        possible = strikes(list(campaign.deployment.urls), alone=bool(rights()), transport=given.transport)
+        engines = list(campaign.deployment.urls)
+        possible = strikes(engines, given.faults, disk=not without, transport=given.transport)
         planned = plan(possible, given.cycles, given.seed)
         try:
             for number, strike in enumerate(planned, 1):
@@ -209,20 +307,20 @@ def main() -> int:
                 say(f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-12:]))
         times = [took for each in campaign.executed.values() for took in each]
         worst = max(times, default=float("inf")) if whole else float("inf")
-        lost, mixed = campaign.verdict()
-        for wrong in campaign.hammer.wrong[:5]:
-            say(wrong)
+        lost, wrong, mixed = campaign.verdict()
+        for line in (*lost[:TOLD], *wrong[:TOLD]):
+            say(line)
         for line in executed(campaign.executed, len(passed(given.transport))):
             say(line)
         versions, tokens = len(campaign.deployment.acks()), campaign.hammer.tokens
         say(f"versions={versions} tokens={tokens} trainer_lives={campaign.deployment.lives} seed={given.seed}")
         if given.save:
-            report = {"cycles": done, "lost_acks": lost, "mixed_tokens": mixed, "worst_fault_to_safe_s": worst}
+            report = {"cycles": done, "lost_acks": len(lost), "mixed_tokens": mixed, "worst_fault_to_safe_s": worst}
             report |= {"versions": versions, "tokens": tokens, "seed": given.seed, "real": given.real}
             report |= {"transport": given.transport}
             each = {str(strike): [round(took, 2) for took in took_s] for strike, took_s in campaign.executed.items()}
             given.save.write_text(json.dumps({**report, "fault_to_safe_s": each}, indent=2) + "\n")
-    say(f"cycles={done} lost_acks={lost} mixed_tokens={mixed} worst_fault_to_safe_s={worst:.2f}")
+    say(f"cycles={done} lost_acks={len(lost)} mixed_tokens={mixed} worst_fault_to_safe_s={worst:.2f}")
     return 0 if done and whole and not lost and not mixed else 1
 
 
@@ -240,17 +338,23 @@ def executed(found: Mapping[Strike, Sequence[float]], most: int) -> list[str]:
 
 
 def plan(found: Sequence[Strike], cycles: int, seed: int) -> list[Strike]:
-    """Every kind of fault of every program before any comes again, each time at another failpoint; by the seed."""
+    """Every kind of fault before any comes again, each time at another program and failpoint; by the seed."""
     choose = random.Random(seed)
-    kinds: dict[tuple[str, str], list[Strike]] = {}
+    kinds: dict[str, dict[str, list[Strike]]] = {}
     for strike in choose.sample(found, len(found)):
-        kinds.setdefault((strike.how, strike.whom), []).append(strike)
-    order = choose.sample(sorted(kinds), len(kinds))
+        kinds.setdefault(strike.how, {}).setdefault(strike.whom, []).append(strike)
+    turns = {how: _in_turn(list(each.values())) for how, each in sorted(kinds.items())}
+    order = choose.sample(list(turns), len(turns))
     planned: list[Strike] = []
-    while len(planned) < cycles:
-        turn = len(planned) // len(order)
-        planned += [kinds[kind][turn % len(kinds[kind])] for kind in order]
-    return planned[:cycles]
+    for number in range(cycles):
+        each = turns[order[number % len(order)]]
+        planned.append(each[number // len(order) % len(each)])
+    return planned
+
+
+def _in_turn(lists: Sequence[Sequence[Strike]]) -> list[Strike]:
+    """The first of each, the second of each, and so on."""
+    return [each[turn] for turn in range(max(map(len, lists))) for each in lists if turn < len(each)]
 
 
 def say(line: str) -> None:

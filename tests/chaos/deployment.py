@@ -13,12 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 from failpoints import POINTS, arm
+from ledger import FOUND, Commits, Line, lines
+from relay import RelayProcess
+from verdict import Ack
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -28,35 +31,46 @@ from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 HERE = Path(__file__).parent
 RANKS = 2
 """Of the trainer: FSDP2 over gloo."""
-JOURNAL_BYTES = 64 << 20
+JOURNAL_MIB = 64
 """Room for the journal, where it has a file system of its own."""
+CHANNEL, OTHER = "chaos", "other"
+TWIN_HOST = "127.0.0.3"
+THAW_S = 120
+"""A frozen disk thaws after so long whatever became of the campaign."""
+NAMES = 12
+"""How many names a sidecar may be given, one after the other."""
+_CLI = ("-m", "weightbus.control.cli.entry_point")
 
 
 class NeverThere(Exception):
     """A failpoint that is passed in every round was not: then the campaign tests less than it says."""
 
 
-def rights() -> str:
-    """Why networks cannot be parted and disks filled here; empty if they can."""
+def no_disk() -> str:
+    """Why the journal can have no disk of its own here, which is filled and frozen; empty if it can."""
     if os.geteuid() != 0:
         return "not root"
-    missing = [name for name in ("unshare", "ip", "iptables", "mount") if shutil.which(name) is None]
-    return f"no {', '.join(missing)}" if missing else ""
+    missing = [name for name in ("unshare", "mount", "mkfs.ext4", "fsfreeze") if shutil.which(name) is None]
+    if missing:
+        return f"no {', '.join(missing)}"
+    return "" if Path("/dev/loop-control").exists() else "no loop devices"
 
 
 class Program:
     """One process, started again and again; it can be armed to stop at a failpoint."""
 
-    def __init__(self, name: str, argv: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str], folder: Path, more: Sequence[str] = ()) -> None:
         self.name = name
+        self.more = list(more)
+        """Arguments of the next life beside those of every life."""
+        self.log = folder / f"{name}.log"
         self._argv = [sys.executable, str(HERE / "failpoints.py"), name, str(folder), *argv]
-        self._log = folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *more: str) -> None:
-        """Begin a life, with `more` arguments."""
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen([*self._argv, *more], stdout=log, stderr=log, start_new_session=True)
+    def start(self) -> None:
+        """Begin a life."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen([*self._argv, *self.more], stdout=log, stderr=log, start_new_session=True)
 
     def signal(self, number: int) -> None:
         """To its whole group."""
@@ -78,78 +92,148 @@ class Program:
 
 
 class Deployment:
-    """A coordinator, `engines` servers with their sidecars, and a trainer."""
+    """A coordinator, `engines` servers with their sidecars, and a trainer, all with keys.
+
+    Every sidecar reaches the coordinator by a relay of its own, and the last one its server by another.
+    """
 
     def __init__(
-        self, folder: Path, checkpoint: Path, engines: int, *, real: bool = False, transport: str = "local"
+        self,
+        folder: Path,
+        checkpoint: Path,
+        engines: int,
+        *,
+        real: bool = False,
+        transport: str = "local",
+        relayed: bool = False,
+        disk: bool = False,
     ) -> None:
-        """`real` launches SGLang itself, on the CPU, in place of the light servers, with our loader in it."""
+        """`real` launches SGLang itself, on the CPU, with our loader; `disk` gives the journal a file system."""
         self.folder = folder
+        self._checkpoint, self._real, self._disk = checkpoint, real, disk
         self._http = httpx.Client(timeout=2.0, trust_env=False)
         self._bus, self._status = free_port(), free_port()
         self.journal = folder / "journal"
         self.journal.mkdir()
-        command = ["-m", "weightbus.control.cli.entry_point"]
-        coordinator = [*command, "coordinator", "--insecure-loopback", f"--router-port={self._bus}"]
+        self._names = {
+            f"e{number}": [f"e{number}", *(f"e{number}n{n}" for n in range(NAMES))] for number in range(engines)
+        }
+        """Engine -> names of its sidecar; the first is the one that it has, or has next."""
+        coordinator = [*_CLI, "coordinator", f"--keys={folder / 'keys'}", f"--router-port={self._bus}"]
         coordinator += [f"--http-port={self._status}"]
         coordinator += [f"--journal={self.journal / 'journal.sqlite'}", "--heartbeat-s=0.5", "--silence-s=3"]
         coordinator += ["--takeover-s=1.5", "--lease-s=3", "--offer-s=5", "--pause-s=5", "--prepare-s=5"]
         coordinator += ["--verify-s=10", "--resume-s=10", "--abort-s=5", "--commit-s=5"]
         self.programs = {"coordinator": Program("coordinator", coordinator, folder)}
-        self.lines: dict[str, int] = {}
-        """Sidecar -> the port by which it, and nobody else, reaches the coordinator; 0: the common one."""
+        self.relays: dict[str, RelayProcess] = {}
+        """Engine -> the relay between its sidecar and the coordinator; ``front-`` of it: to its server."""
         self.urls: dict[str, str] = {}
-        for number in range(engines):
-            name = f"e{number}"
-            port, line = free_port(), free_port() if not rights() else 0
-            self.lines[name], self.urls[name] = line, f"http://127.0.0.1:{port}"
-            server = [str(HERE / "server.py"), str(checkpoint), str(port)]
-            if real:
-                server = ["-m", "weightbus.engine_agent.engines.sglang.cpu_server", f"--model-path={checkpoint}"]
-                server += [f"--port={port}", "--skip-tokenizer-init", "--log-level=warning"]
-                server += [f"--custom-weight-loader={LOADER}"]
-            sidecar = [*command, "engine-agent", "--insecure-loopback", f"--name={name}", "--channel=chaos"]
-            sidecar += [f"--server={self.urls[name]}", f"--coordinator=tcp://127.0.0.1:{line or self._bus}"]
-            sidecar += [f"--http-port={free_port()}", f"--state-dir={folder / 'state'}", "--poll-s=0.3"]
-            sidecar += [f"--runtime-dir={folder / 'run'}"]
-            self.programs[f"server-{name}"] = Program(f"server-{name}", server, folder)
-            self.programs[f"sidecar-{name}"] = Program(f"sidecar-{name}", sidecar, folder)
-            if line:
-                _iptables("-t", "nat", "-A", "OUTPUT", *_to(line), "-j", "REDIRECT", "--to-ports", str(self._bus))
+        self._ports: dict[str, int] = {}
+        """Engine -> the port of its server itself."""
+        self._lines: dict[str, int] = {}
+        for number, name in enumerate(self._names):
+            self._add_engine(name, relayed=relayed and number == engines - 1)
         self.ranks = tuple(f"trainer-{rank}" for rank in range(RANKS))
-        for rank, name in enumerate(self.ranks):
-            trainer = [str(HERE / "trainer.py"), str(folder), f"tcp://127.0.0.1:{self._bus}", str(rank), str(RANKS)]
-            trainer += [transport]
-            self.programs[name] = Program(name, trainer, folder)
+        for rank, program in enumerate(self.ranks):
+            self.programs[program] = self._rank(program, CHANNEL, rank, RANKS, transport)
+        self._twin_port = free_port()
+        twins = f"http://{TWIN_HOST}:{self._twin_port}"
+        self.programs["twin"] = self._sidecar("twin", "twin", twins, self._bus, OTHER)
+        self.programs["twin-trainer"] = self._rank("twin-trainer", OTHER, 0, 1, transport)
         self.lives = 0
         """Of the trainer, all ranks of which begin and end together."""
         self.ready: Sequence[str] = ()
         self.state = "unknown"
         """Of the round, as last seen."""
         self.committed = 0
+        self.listed_twice: set[str] = set()
+        """Servers that were on the ready lists of two channels."""
+        self._twinned = ""
+        """URL of the engine that a second sidecar reaches."""
+        self._acks: list[Ack] = []
+        self._acks_read = 0
         self._gate = socket.socket(socket.AF_UNIX)
         self._gate.bind(str(folder / "gate"))
         self._gate.listen()
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._look, self._tend)]
 
+    def _add_engine(self, name: str, *, relayed: bool) -> None:
+        port, self._lines[name] = free_port(), free_port()
+        self._ports[name], self.urls[name] = port, f"http://127.0.0.1:{port}"
+        if relayed:
+            self.urls[name] = f"http://127.0.0.1:{free_port()}"
+            self._ports[f"spare-{name}"] = free_port()
+            self.programs[f"spare-{name}"] = self._server(f"spare-{name}", self._ports[f"spare-{name}"])
+        self.programs[f"server-{name}"] = self._server(f"server-{name}", port)
+        sidecar = f"sidecar-{name}"
+        self.programs[sidecar] = self._sidecar(sidecar, name, self.urls[name], self._lines[name], CHANNEL)
+
+    def _server(self, name: str, port: int) -> Program:
+        argv = [str(HERE / "server.py"), str(self._checkpoint), str(port)]
+        if self._real:
+            argv = ["-m", "weightbus.engine_agent.engines.sglang.cpu_server", f"--model-path={self._checkpoint}"]
+            argv += [f"--port={port}", "--skip-tokenizer-init", "--log-level=warning"]
+            argv += [f"--custom-weight-loader={LOADER}"]
+        return Program(name, argv, self.folder)
+
+    def _sidecar(self, program: str, name: str, server: str, line: int, channel: str) -> Program:
+        runtime = "run" if channel == CHANNEL else f"run-{channel}"
+        argv = [*_CLI, "engine-agent", f"--keys={self.folder / 'keys'}", f"--channel={channel}", f"--server={server}"]
+        argv += [f"--coordinator=tcp://127.0.0.1:{line}", f"--http-port={free_port()}", "--poll-s=0.3"]
+        argv += [f"--state-dir={self.folder / 'state' / program}", f"--runtime-dir={self.folder / runtime}"]
+        return Program(program, argv, self.folder, [f"--name={name}"])
+
+    def _rank(self, name: str, channel: str, rank: int, ranks: int, transport: str) -> Program:
+        argv = [str(HERE / "trainer.py"), str(self.folder), f"tcp://127.0.0.1:{self._bus}", channel]
+        return Program(name, [*argv, str(rank), str(ranks), transport], self.folder)
+
     def start(self) -> None:
         """All of them."""
-        if not rights():
-            _run("mount", "-t", "tmpfs", "-o", f"size={JOURNAL_BYTES}", "tmpfs", str(self.journal))
-        (self.folder / "run").mkdir(mode=0o700)
+        if self._disk:
+            image = self.folder / "journal.img"
+            _run("truncate", "-s", f"{JOURNAL_MIB}M", str(image))
+            _run("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
+            _run("mount", "-o", "loop", str(image), str(self.journal))
+        for runtime in ("run", "run-other"):
+            (self.folder / runtime).mkdir(mode=0o700)
+        engines = [each for names in self._names.values() for each in names]
+        self._cli("keygen", f"trainer-{CHANNEL}", f"trainer-{OTHER}", "twin", *engines)
+        self._trust(f"trainer-{OTHER}", f"trainer-{CHANNEL}")
+        self._trust("twin", *engines)
+        for name, line in self._lines.items():
+            self._relay(name, f"127.0.0.1:{line}", self._bus)
+            if f"spare-{name}" in self.programs:
+                self._relay(f"front-{name}", self.urls[name].removeprefix("http://"), self._ports[name])
         for name, program in self.programs.items():
-            if name not in self.ranks:
+            if name.startswith(("coordinator", "server", "sidecar")):
                 program.start()
         self._start_trainer()
         for thread in self._threads:
             thread.start()
 
+    def _relay(self, name: str, listen: str, port: int) -> None:
+        self.relays[name] = RelayProcess(listen, self.folder / f"relay-{name}")
+        self.relays[name].say("to", "127.0.0.1", port)
+
+    def _cli(self, command: str, *arguments: str) -> None:
+        _run(sys.executable, *_CLI, command, f"--keys={self.folder / 'keys'}", *arguments)
+
+    def _trust(self, *names: str) -> None:
+        role = "trainer" if names[0].startswith("trainer") else "engine"
+        self._cli("trust", "add", *names, f"--role={role}", f"--channels={CHANNEL},{OTHER}")
+
+    def revoke(self, whom: str) -> Callable[[], None]:
+        """Distrust the key of an engine or a trainer; returns what restores it."""
+        name = self._names[whom][0] if whom in self._names else whom
+        self._cli("trust", "remove", name)
+        return lambda: self._trust(name)
+
     def close(self) -> None:
         """End all of them."""
         self.end_trainer()
-        for program in self.programs.values():
-            program.close()
+        for process in (*self.programs.values(), *self.relays.values()):
+            process.close()
         self._gate.close()
         self._http.close()
 
@@ -165,7 +249,8 @@ class Deployment:
     def _start_trainer(self) -> None:
         self.lives += 1
         for name in self.ranks:
-            self.programs[name].start(str(self.folder / f"rendezvous-{self.lives}"))
+            self.programs[name].more = [str(self.folder / f"rendezvous-{self.lives}")]
+            self.programs[name].start()
 
     def _tend(self) -> None:
         """As torchrun does: when a rank has ended, all of them begin anew."""
@@ -181,16 +266,32 @@ class Deployment:
         """Every engine is on the ready list, with the committed version."""
         return len(self.ready) == len(self.urls)
 
-    def acks(self) -> list[int]:
+    def acks(self) -> list[Ack]:
         """Versions that the trainer was told are committed, in the order in which it was."""
-        path = self.folder / "acks"
-        return [json.loads(line)["version"] for line in path.read_text().splitlines()] if path.exists() else []
+        path = self.folder / f"acks-{CHANNEL}"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._acks_read)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # it is being written
+                    self._acks_read += len(line)
+                    self._acks.append(Ack(**json.loads(line)))
+        return self._acks
 
-    def journalled(self) -> list[int]:
-        """Versions in the journal's audit trail, in the order in which they became durable. When all is over."""
+    @property
+    def last_ack(self) -> int:
+        """The newest of them; 0 before the first."""
+        return max((ack.version for ack in self.acks()[-4:]), default=0)
+
+    def commits(self, *, over: bool = False) -> Commits:
+        """What was durable, by the campaign's own record; once all is `over`, the journal itself is looked into."""
+        return Commits(CHANNEL).read([*lines(self.folder), *(self._journalled() if over else ())])
+
+    def _journalled(self) -> Iterator[Line]:
         with contextlib.closing(sqlite3.connect(self.journal / "journal.sqlite")) as database:
-            records = [json.loads(row[0]) for row in database.execute("SELECT record FROM event ORDER BY id")]
-        return [record["version"] for record in records if record["record"] == "Committed"]
+            for name, version in database.execute("SELECT name, committed_version FROM channel"):
+                yield Line(FOUND, name, version or 0, at=time.monotonic())
 
     def _look(self) -> None:
         while not self._over.wait(0.004):
@@ -199,11 +300,13 @@ class Deployment:
             except (httpx.HTTPError, ValueError):
                 self.state, self.ready = "unknown", ()
                 continue
-            channel: dict[str, Any] = found["channels"].get("chaos")
-            if channel:
+            channels: dict[str, dict[str, Any]] = found["channels"]
+            if channel := channels.get(CHANNEL):
                 self.state = channel["round"]["state"]
                 self.committed = (channel["committed"] or {}).get("version", 0)
                 self.ready = tuple(channel["ready"])
+            if self._twinned in self.ready and channels.get(OTHER, {}).get("ready"):
+                self.listed_twice.add(self._twinned)
 
     # -- what can be done ----------------------------------------------------------------------------------------------
 
@@ -226,23 +329,11 @@ class Deployment:
 
         return let_go
 
-    def part(self, engine: str, ways: Sequence[str]) -> Callable[[], None]:
-        """Drop what travels between a sidecar and the coordinator; returns what heals it.
-
-        `ways` are ``ORIGINAL``, from the sidecar, and ``REPLY``, to it.
-        """
-        rules = [
-            ["INPUT", "-m", "conntrack", "--ctorigdstport", str(self.lines[engine]), "--ctdir", way, "-j", "DROP"]
-            for way in ways
-        ]
-        for rule in rules:
-            _iptables("-I", *rule)
-
-        def heal() -> None:
-            for rule in rules:
-                _iptables("-D", *rule)
-
-        return heal
+    def part(self, engine: str, *ways: str) -> Callable[[], None]:
+        """Hold what travels between a sidecar and the coordinator, ``up`` or ``down``; returns what heals it."""
+        relay = self.relays[engine]
+        relay.say("hold", *ways)
+        return lambda: relay.say("pass")
 
     def fill_disk(self) -> Callable[[], None]:
         """Leave the journal no room; returns what makes room again."""
@@ -252,6 +343,105 @@ class Deployment:
                 file.write(bytes(4096))
         return ballast.unlink
 
+    def freeze_disk(self) -> Callable[[], None]:
+        """Let no write to the journal's disk return, nor fail; returns what thaws it."""
+        thaw = ["fsfreeze", "--unfreeze", str(self.journal)]
+        later = subprocess.Popen(["sh", "-c", f'sleep {THAW_S}; exec "$@"', "sh", *thaw], start_new_session=True)
+        _run("fsfreeze", "--freeze", str(self.journal))
+
+        def heal() -> None:
+            _run(*thaw)
+            os.killpg(later.pid, signal.SIGKILL)
+            later.wait(10)
+
+        return heal
+
+    def kill(self, program: str) -> None:
+        """End it without a word."""
+        self.programs[program].signal(signal.SIGKILL)
+
+    def kill_until(self, program: str, change: Callable[[], None]) -> Callable[[], None]:
+        """The same; returns what starts it again after a `change`. Ranks are begun anew at once, all of them."""
+        self.kill(program)
+
+        def heal() -> None:
+            change()
+            if program not in self.ranks:
+                self.programs[program].start()
+
+        return heal
+
+    def stop(self, program: str) -> Callable[[], None]:
+        """Let it stand still; returns what lets it go on."""
+        stopped = self.programs[program]
+        stopped.signal(signal.SIGSTOP)
+        return lambda: stopped.signal(signal.SIGCONT)
+
+    def forget(self, engine: str) -> None:
+        """Remove the record of the engine's sidecar."""
+        shutil.rmtree(self.folder / "state" / f"sidecar-{engine}", ignore_errors=True)
+
+    def rename(self, engine: str) -> None:
+        """Give the sidecar another name when it starts again."""
+        self._names[engine].pop(0)
+        self.programs[f"sidecar-{engine}"].more = [f"--name={self._names[engine][0]}"]
+
+    def keep_record(self, engine: str) -> Callable[[], None]:
+        """Copy the record of the engine's sidecar; returns what sets it back to the copy."""
+        record, copy = self.folder / "state" / f"sidecar-{engine}", self.folder / f"record-{engine}"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(record, copy)
+
+        def set_back() -> None:
+            self.forget(engine)
+            shutil.copytree(copy, record)
+
+        return set_back
+
+    def launch_spare(self, engine: str, limit_s: float) -> None:
+        """Launch another server for the engine, which is reached by none yet."""
+        spare = f"spare-{engine}"
+        self.programs[spare].start()
+        url = f"http://127.0.0.1:{self._ports[spare]}/health_generate"
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(url, timeout=5.0, trust_env=False).status_code == httpx.codes.OK
+            return False
+
+        poll(f"{spare} to answer", answers, limit_s)
+
+    def swap(self, engine: str) -> Callable[[], None]:
+        """End the engine's server; the next call by its address reaches the spare one, which stays."""
+        mine, spare = f"server-{engine}", f"spare-{engine}"
+        self.kill(mine)
+        self.programs[mine], self.programs[spare] = self.programs[spare], self.programs[mine]
+        self._ports[engine], self._ports[spare] = self._ports[spare], self._ports[engine]
+        self.relays[f"front-{engine}"].say("to", "127.0.0.1", self._ports[engine])
+        return lambda: None
+
+    def start_twin(self, engine: str) -> Callable[[], None]:
+        """Have a second sidecar, of another channel, reach the engine's server by another address; returns its end."""
+        self.relays["twin"] = RelayProcess(f"{TWIN_HOST}:{self._twin_port}", self.folder / "relay-twin")
+        self.relays["twin"].say("to", "127.0.0.1", self._ports[engine])
+        self._twinned = self.urls[engine]
+        trainer, twin = self.programs["twin-trainer"], self.programs["twin"]
+        trainer.more = [str(self.folder / f"rendezvous-{time.monotonic_ns()}")]
+        twin.log.unlink(missing_ok=True)
+        trainer.start()
+        twin.start()
+
+        def end() -> None:
+            for process in (twin, trainer, self.relays.pop("twin")):
+                process.close()
+            (self.folder / "relay-twin").unlink()
+
+        return end
+
+    def twin_was_answered(self) -> bool:
+        """Whether the second sidecar was refused, or was listed after all."""
+        return b"server_taken" in self.programs["twin"].log.read_bytes() or bool(self.listed_twice)
+
 
 def poll(what: str, done: Callable[[], bool], limit_s: float) -> None:
     """Ask until it is so."""
@@ -260,14 +450,6 @@ def poll(what: str, done: Callable[[], bool], limit_s: float) -> None:
         if time.monotonic() > until:
             raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
         time.sleep(0.005)
-
-
-def _to(port: int) -> list[str]:
-    return ["-p", "tcp", "--dport", str(port)]
-
-
-def _iptables(*arguments: str) -> None:
-    _run("iptables", "-w", *arguments)
 
 
 def _run(*argv: str) -> None:

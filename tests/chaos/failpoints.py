@@ -6,6 +6,9 @@
 The product knows nothing of this: methods are wrapped in the processes of the campaign only. A process that comes to
 the place for which it is armed (a file FOLDER/NAME.armed names it) connects to FOLDER/gate, says where it is, and
 waits. So a fault strikes exactly there, whoever it strikes, and the campaign knows that it did.
+
+The coordinator's process also keeps a ledger of its commits (ledger.py), and `PLANT` in the environment names a bug
+that the campaign has to find (plants.py).
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import ledger
+import plants
 
 HOLD_S = 60.0
 """How long a process waits to be let on; only where the campaign is gone it takes so long."""
@@ -218,6 +224,9 @@ def main() -> None:
     """Wrap what concerns this program, and be it."""
     name, folder, *argv = sys.argv[1:]
     program = name.partition("-")[0] if name.startswith("sidecar") else name
+    plants.plant(program)
+    if program == "coordinator":
+        ledger.keep(Path(folder))
     install({key: point for key, point in POINTS.items() if point.program == program}, Gate(Path(folder), name))
     if argv[0] == "-m":
         sys.argv = argv[1:]

@@ -1,10 +1,11 @@
-"""Clients that generate without a pause, from whatever is on the ready list, and check who made every token."""
+"""Clients that generate without a pause from all that is on the ready list, and find out what made every token."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,35 @@ import httpx
 import model
 
 TOKENS = 24
+NAMED = 20
+"""Answers with wrong tokens whose maker is looked for among all versions, which takes seconds where there are many."""
 
 
 class Hammer:
-    """One thread for each engine. `ready` says where requests may be sent."""
+    """One thread for each engine. `ready` says where requests may be sent, `published` which versions there are."""
 
     def __init__(
-        self, checkpoint: Path, ready: Callable[[], Sequence[str]], threads: int, *, real: bool = False
+        self,
+        checkpoint: Path,
+        ready: Callable[[], Sequence[str]],
+        threads: int,
+        *,
+        real: bool = False,
+        published: Callable[[], Iterable[int]] = tuple,
     ) -> None:
-        """Of `real` servers it is not known what a version says, only that it says the same to the same prompt."""
+        """Servers that are `real` answer with log probabilities, light ones with digests of their weights."""
         self._checkpoint = checkpoint
         self._ready = ready
         self._real = real
-        self._said: dict[tuple[int, int], list[int]] = {}
+        self._published = published
         self.tokens = 0
-        self.versions: set[int] = set()
-        """Versions whose tokens were seen."""
+        self.answered_at = 0.0
+        """When the last answer came."""
+        self.seen: dict[int, float] = {}
+        """Version -> when the first token came that its complete weights made."""
         self.wrong: list[str] = []
-        """Tokens that no complete version made, or another than their label says."""
+        """What is to be said of tokens that no complete version made, or another than their label says."""
+        self.wrong_tokens = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(threads)]
@@ -43,45 +55,61 @@ class Hammer:
             thread.join(10)
 
     def _run(self, number: int) -> None:
-        turn = 0
         with httpx.Client(timeout=5.0, trust_env=False) as http:
-            while not self._over.is_set():
-                turn += 1
+            for turn in itertools.takewhile(lambda _: not self._over.is_set(), itertools.count(1)):
                 urls = self._ready()
                 if not urls:
                     time.sleep(0.01)
                     continue
-                prompt = [number, turn % 4 if self._real else turn]
+                prompt = [number, turn % 509]
                 try:
-                    self._check(prompt, self._generate(http, urls[(number + turn) % len(urls)], prompt))
+                    answer = self._generate(http, urls[(number + turn) % len(urls)], prompt)
                 except httpx.HTTPError:
                     continue  # it was just killed, or stopped: that costs a request, not its truth
+                self.check(prompt, answer, time.monotonic())
 
     @staticmethod
     def _generate(http: httpx.Client, url: str, prompt: list[int]) -> dict[str, Any]:
         sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         return http.post(f"{url}/generate", json=body).raise_for_status().json()
 
-    def _check(self, prompt: list[int], answer: dict[str, Any]) -> None:
-        tokens = answer["output_ids"]
-        wrong: list[str] = []
-        versions: set[int] = set()
-        for span in answer["meta_info"]["weight_versions"]:
+    def check(self, prompt: list[int], answer: dict[str, Any], at: float) -> None:
+        """Judge every token of an answer that came `at` that time."""
+        tokens, meta = answer["output_ids"], answer["meta_info"]
+        if self._real:
+            told = [each[0] for each in meta["output_token_logprobs"]]
+            makes = model.real_maker(self._checkpoint, prompt, tokens, told)
+        else:
+            makes = model.light_maker(self._checkpoint, prompt, tokens)
+        for span in meta["weight_versions"]:
             version = model.LAUNCH if span["version"] == "default" else int(span["version"])
-            versions.add(version)
-            if self._real:
-                continue
-            made_of = model.digest(self._checkpoint, version)
-            wrong += [
-                f"token {at} of {prompt} is not of version {version}"
-                for at in range(span["start"], span["end"])
-                if tokens[at] != model.token(made_of, prompt, tokens[:at])
-            ]
+            right = makes(version)
+            with self._lock:
+                if any(right[span["start"] : span["end"]]):
+                    self.seen.setdefault(version, at)
+            for run in _runs(span, right):
+                self._note(prompt, run, version, makes, at)
         with self._lock:
-            if self._real and len(versions) == 1 and len(tokens) == TOKENS:
-                first = self._said.setdefault((*versions, prompt[1]), tokens)
-                wrong += [] if first == tokens else [f"version {versions} says {tokens} to {prompt}, and said {first}"]
             self.tokens += len(tokens)
-            self.versions |= versions
-            self.wrong += wrong
+            self.answered_at = max(self.answered_at, at)
+
+    def _note(self, prompt: list[int], run: range, label: int, makes: model.Makes, at: float) -> None:
+        """`run` are tokens that the weights of their label did not make."""
+        where = f"tokens {run.start} to {run.stop - 1} of {prompt}, labeled {label}"
+        maker: int | None = None
+        if len(self.wrong) < NAMED:
+            maker = model.maker_of(makes, run, {model.LAUNCH: None, **dict.fromkeys(self._published())})
+        with self._lock:
+            self.wrong_tokens += len(run)
+            self.wrong.append(f"{where}: made by " + ("no complete version" if maker is None else f"version {maker}"))
+            if maker is not None:
+                self.seen.setdefault(maker, at)
+
+
+def _runs(span: dict[str, Any], right: Sequence[bool]) -> Iterator[range]:
+    """Stretches of `span` without a right token."""
+    for ok, group in itertools.groupby(range(span["start"], span["end"]), right.__getitem__):
+        if not ok:
+            found = list(group)
+            yield range(found[0], found[-1] + 1)

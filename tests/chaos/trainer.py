@@ -1,8 +1,8 @@
-"""One rank of the campaign's trainer: `trainer.py FOLDER COORDINATOR RANK RANKS TRANSPORT RENDEZVOUS`.
+"""One rank of a trainer of the campaign: `trainer.py FOLDER COORDINATOR CHANNEL RANK RANKS TRANSPORT RENDEZVOUS`.
 
-It publishes for ever. A version that was reported as committed is written to FOLDER/acks, with fsync, before anything
-else is done. After a restart it resumes from an older checkpoint, as trainers do, and has to learn that its version is
-too old.
+It publishes for ever. A version that was reported as committed is written to FOLDER/acks-CHANNEL, with fsync, before
+anything else is done. After a restart it resumes from an older checkpoint, as trainers do, and has to learn that its
+version is too old. Its key is ``trainer-CHANNEL``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ GROUP_S = 60.0
 """How long the ranks wait for each other."""
 OLDER = 3
 """How many versions the checkpoint is behind that a restarted trainer resumes from."""
+FIRST = {"chaos": 1, "other": 1_000_001}
+"""Channel -> its first version: no two channels publish the same weights."""
 
 
 def build(tensors: dict[str, torch.Tensor]) -> nn.Module:
@@ -56,54 +58,57 @@ def fill(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         parameter.to_local().copy_(tensors[name].chunk(ranks)[rank])
 
 
-def last_ack(folder: Path) -> int:
+def last_ack(acks: Path) -> int:
     """The newest version that was reported as committed."""
-    lines = (folder / "acks").read_text().splitlines() if (folder / "acks").exists() else []
+    lines = acks.read_text().splitlines() if acks.exists() else []
     return max((json.loads(line)["version"] for line in lines if line.endswith("}")), default=0)
 
 
-def acknowledge(folder: Path, version: int) -> None:
+def acknowledge(acks: Path, version: int) -> None:
     """The version was reported as committed: from now on it must not get lost."""
-    with (folder / "acks").open("a") as file:
+    with acks.open("a") as file:
         file.write(json.dumps({"version": version, "at": time.monotonic()}) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def connect(folder: Path, coordinator: str, module: nn.Module, transport: str) -> TrainerAgent:
+def connect(folder: Path, coordinator: str, channel: str, module: nn.Module, transport: str) -> TrainerAgent:
     """A new agent; tries until there is a coordinator."""
     while True:
         try:
             return TrainerAgent.connect(
                 FSDPSource(module, model="Qwen3ForCausalLM", timeout_s=GROUP_S),
-                channel="chaos",
+                name=f"trainer-{channel}",
+                channel=channel,
                 coordinator=coordinator,
                 transport=(transport,),
-                insecure_loopback=True,
+                keys=folder / "keys",
                 bucket_bytes=64 * 1024,
                 acquire_timeout_s=20,
                 transfer_timeout_s=10,
                 round_timeout_s=60,
                 abandon_timeout_s=5,
                 request_timeout_s=5,
-                runtime_dir=folder / "run",
+                runtime_dir=folder / ("run" if channel == "chaos" else f"run-{channel}"),
             )
         except ConnectFailed as error:
             note(f"connect: {error}")
+            time.sleep(0.2)
 
 
 @torch.no_grad()
 def main() -> None:
     """Publish."""
-    folder, coordinator = Path(sys.argv[1]), sys.argv[2]
-    rank, ranks, transport, rendezvous = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6]
+    folder, coordinator, channel = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, ranks, transport, rendezvous = int(sys.argv[4]), int(sys.argv[5]), sys.argv[6], sys.argv[7]
     torch.set_num_threads(1)
     minute = dt.timedelta(seconds=GROUP_S)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=minute)
     checkpoint = folder / "checkpoint"
-    version = max(1, last_ack(folder) - OLDER)
+    acks = folder / f"acks-{channel}"
+    version = max(FIRST[channel], last_ack(acks) - OLDER)
     module = shard(build(model.weights(checkpoint, model.LAUNCH)))
-    agent = connect(folder, coordinator, module, transport)
+    agent = connect(folder, coordinator, channel, module, transport)
     while True:
         fill(module, model.weights(checkpoint, version))
         try:
@@ -114,10 +119,10 @@ def main() -> None:
             time.sleep(0.05)
         except AgentClosed as closed:
             note(f"{version}: {closed}")
-            agent = connect(folder, coordinator, module, transport)
+            agent = connect(folder, coordinator, channel, module, transport)
         else:
             if rank == 0:
-                acknowledge(folder, version)
+                acknowledge(acks, version)
             version += 1
 
 
