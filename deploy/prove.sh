@@ -153,11 +153,10 @@ done
 cp -r "$work/keys" "$work/agent-keys"
 chown -R "$(id -u)" "$work/agent-keys"
 cp -r deploy/prometheus "$work/prometheus"
-sed -i "s/127.0.0.1:5752/127.0.0.1:$HTTP/; s/127.0.0.1:9090/127.0.0.1:$PROM/" "$work/prometheus/prometheus.yml"
 sed -i "s/127.0.0.1:5760/127.0.0.1:$SIDE/" "$work/prometheus/engines.yml"
 chmod 0711 "$work"
 chmod -R a+rX "$work/prometheus"
-"${compose[@]}" up -d --no-build >"$work/up.log" 2>&1 || fail "docker compose up: $(cat "$work/up.log")"
+"${compose[@]}" up -d --no-build coordinator prometheus >"$work/up.log" 2>&1 || fail "docker compose up: $(cat "$work/up.log")"
 coordinator=$("${compose[@]}" ps -q coordinator)
 prometheus=$("${compose[@]}" ps -q prometheus)
 within 120 "coordinator ready on 127.0.0.1:$HTTP" http "http://127.0.0.1:$HTTP/readyz"

@@ -1,6 +1,8 @@
 """What compose.yaml promises about ports, rights and data, read from its text: these run where there is no Docker."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,79 @@ def test_every_port_is_on_the_loopback_unless_told(services: dict[str, Service])
     assert published
     for port in published:
         assert defaults(port).startswith("127.0.0.1:"), port
-    listens = [defaults(word) for word in services["prometheus"]["command"] if "listen-address" in word]
-    assert listens == ["--web.listen-address=127.0.0.1:9090"]
+    assert "--web.listen-address=127.0.0.1:$$PROMETHEUS_PORT" in services["prometheus"]["command"][0]
+    assert services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+
+
+def prometheus_config(services: dict[str, Service], folder: Path, **ports: str) -> dict[str, Any]:
+    """What Prometheus is told in `folder` if `.env` has these ports: its entry point's shell, up to the program."""
+    [entry] = services["prometheus"]["command"]
+    script = (
+        entry.replace("$$", "$").replace("/etc/prometheus", str(DEPLOY / "prometheus")).replace("/tmp", str(folder))
+    )
+    script = re.sub(r"^exec .*", "", script, flags=re.MULTILINE | re.DOTALL)
+    variables = {
+        name: ports.get(re.sub(r"\$\{(\w+):-.*", r"\1", value), defaults(value))
+        for name, value in services["prometheus"]["environment"].items()
+    }
+    subprocess.run(["/bin/sh", "-euc", script], check=True, env=variables, timeout=30)
+    return yaml.safe_load((folder / "prometheus.yml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("ports", "targets"),
+    [
+        ({}, {"weightbus-coordinator": "127.0.0.1:5752", "prometheus": "127.0.0.1:9090"}),
+        (
+            {"WEIGHTBUS_HTTP_PORT": "15752", "PROMETHEUS_PORT": "19090"},
+            {"weightbus-coordinator": "127.0.0.1:15752", "prometheus": "127.0.0.1:19090"},
+        ),
+    ],
+)
+def test_one_variable_moves_a_port_and_what_reads_it(
+    services: dict[str, Service], tmp_path: Path, ports: dict[str, str], targets: dict[str, str]
+) -> None:
+    """Prometheus scrapes the published HTTP port and itself at their present ports, and follows the list of engines."""
+    found = {
+        job["job_name"]: job["static_configs"][0]["targets"][0]
+        for job in prometheus_config(services, tmp_path, **ports)["scrape_configs"]
+        if "static_configs" in job
+    }
+    assert found == targets
+    assert not (tmp_path / "prometheus.yml").is_symlink()
+    for name in ("alerts.yml", "engines.yml"):
+        assert (tmp_path / name).resolve() == DEPLOY / "prometheus" / name
+    [published] = [port for port in services["coordinator"]["ports"] if port.endswith(":5752")]
+    assert services["prometheus"]["environment"]["HTTP_PORT"] in published
+    assert defaults(services["grafana"]["environment"]["PROMETHEUS_URL"]) == "http://127.0.0.1:9090"
+
+
+def test_grafana_finds_its_data_source_and_its_dashboard(services: dict[str, Service]) -> None:
+    """Provisioned files have the keys of Grafana's schema and name what compose.yaml mounts; there is no login."""
+    grafana = services["grafana"]
+    mounts = dict(volume.removesuffix(":ro").split(":") for volume in grafana["volumes"])
+    provisioning = DEPLOY / "grafana/provisioning"
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    sources = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())
+    [source] = sources["datasources"]
+    assert sources["apiVersion"] == 1
+    assert source["url"].removeprefix("$") in grafana["environment"]
+    assert (source["type"], source["access"], source["isDefault"]) == ("prometheus", "proxy", True)
+    boards = yaml.safe_load((provisioning / "dashboards/weightbus.yml").read_text())
+    [provider] = boards["providers"]
+    assert (boards["apiVersion"], provider["type"]) == (1, "file")
+    board = mounts["./grafana/weightbus.json"]
+    assert board.startswith(f"{provider['options']['path']}/")
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == board
+    assert grafana["environment"]["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert grafana["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="no docker-compose is installed")
+def test_docker_compose_accepts_the_file() -> None:
+    """All variables have defaults, and every key is known."""
+    command = ["docker-compose", "--file", str(DEPLOY / "compose.yaml"), "config", "--quiet"]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_what_has_no_authentication_stays_on_the_loopback(services: dict[str, Service]) -> None:
@@ -81,7 +154,7 @@ def test_ports_are_the_coordinators_defaults(services: dict[str, Service]) -> No
     assert inside == {settings.router_port, settings.http_port}
 
 
-@pytest.mark.parametrize("name", ["coordinator", "prometheus", "keygen", "trust"])
+@pytest.mark.parametrize("name", ["coordinator", "prometheus", "grafana", "keygen", "trust"])
 def test_services_can_do_little(services: dict[str, Service], name: str) -> None:
     """No capability, no way to gain one, nothing to write but volumes, and never the Docker socket (S20)."""
     service = services[name]
@@ -121,5 +194,7 @@ def test_stopping_is_given_the_time_it_needs(services: dict[str, Service]) -> No
 
 
 def test_keys_stay_out_of_git() -> None:
-    """The folder exists, so that Docker does not make it as root, and git ignores what is put there."""
+    """The folder exists, so that Docker does not make it as root, and git ignores what is put there, and `.env`."""
     assert (DEPLOY / "keys/.gitignore").read_text().splitlines()[-2:] == ["*", "!.gitignore"]
+    ignored = (DEPLOY.parent / ".gitignore").read_text().splitlines()
+    assert "/deploy/.env" in ignored
