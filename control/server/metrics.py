@@ -132,6 +132,9 @@ SERVER_PAUSED = _declare(_E, _GAUGE, "sidecar_server_paused", "", "1 while the s
 SIDECAR_VERSION = _declare(_E, _GAUGE, "sidecar_version", "", "verified version the server is labeled with; -1: none")
 SIDECAR_HEALTH = _declare(_E, _GAUGE, "sidecar_health", "health", "1 for what the server holds: clean, pending, dirty")
 SIDECAR_WEIGHTS = _declare(_E, _GAUGE, "sidecar_weights", "state", "1 for the state that the server's weights are in")
+SIDECAR_ORPHANED = _declare(
+    _E, _GAUGE, "sidecar_orphaned", "", "1 while it cannot serve what it holds, and hears no coordinator (orphaned_s)"
+)
 SIDECAR_CONNECTED = _declare(_E, _GAUGE, "sidecar_connected", "", "1 while the coordinator answers")
 PUBLICATIONS_REFUSED = _declare(
     _E, _COUNTER, "sidecar_publications_refused_total", "cause", "versions that no trusted trainer signed for here"

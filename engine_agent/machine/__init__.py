@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .engine_machine import EngineMachine as EngineMachine, ServerView as ServerView, name_of as name_of
+    from .engine_machine import (
+        ORPHANED_S as ORPHANED_S,
+        EngineMachine as EngineMachine,
+        ServerView as ServerView,
+        name_of as name_of,
+    )
     from .events import (
         Answer as Answer,
         Cancel as Cancel,
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
         Operation as Operation,
         OperationDone as OperationDone,
         OperationFailed as OperationFailed,
+        OrphanPolicy as OrphanPolicy,
         PauseServer as PauseServer,
         Receive as Receive,
         Received as Received,

@@ -4,7 +4,8 @@ The state of the weights is a machine of its own (`Weights`, weight_state.py); t
 Three rules keep a client from an answer of mixed weights:
 
 * before the first byte of served weights changes, the server is paused and a durable record calls it dirty;
-* a dirty or pending server is resumed by the commit of a version that was verified on it, and by nothing else;
+* a dirty or pending server is resumed by the commit of a version that was verified on it; or, where no coordinator is
+  heard of and the policy `orphaned` says so, for that version without its commit; and by nothing else;
 * another process generation is another server: all facts about it are forgotten, and it is paused at once.
 
 One operation runs at a time. A command that comes meanwhile waits for its end, a `Transfer` behind its `Pause`; an
@@ -59,6 +60,7 @@ from .events import (
     Operation,
     OperationDone,
     OperationFailed,
+    OrphanPolicy,
     PauseServer,
     Receive,
     Received,
@@ -84,6 +86,12 @@ HOLD_S: Final = 30.0
 """Deadline for pausing or resuming a server outside of a round, and time between two tries."""
 UNSETTLED_S: Final = 10.0
 """A clean server found in an unknown state resumes after so many seconds without word from the coordinator."""
+ORPHANED_S: Final = 300.0
+"""Default of the setting `orphaned_s`: longer than a coordinator, or its machine, takes to be started again."""
+ASLEEP_S: Final = 2.0
+"""Seconds between two looks at the time from which on this process has stood still (SIGSTOP, a suspended machine)."""
+AWAKE_S: Final = 5.0
+"""Seconds for which a process that stood still reads what it was told meanwhile, before silence counts for it."""
 _TRY_AGAIN_S: Final = 1.0
 """Seconds between two tries to pause or resume a server unasked."""
 _REASON: Final = 2000
@@ -93,7 +101,16 @@ _REASON: Final = 2000
 class EngineMachine:
     """The machine of one engine. Drive it from one thread."""
 
-    def __init__(self, channel: Channel, incarnation: str, record: StateRecord | None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        incarnation: str,
+        record: StateRecord | None,
+        *,
+        orphans: OrphanPolicy = OrphanPolicy.WAIT,
+        orphaned_s: float = ORPHANED_S,
+    ) -> None:
+        """`orphans`: what happens to a verified version once no coordinator was heard of for `orphaned_s`."""
         self.trace: deque[str] = deque(maxlen=TRACE_EVENTS)
         self.weights = w.Weights(self.trace)
         self.up = False
@@ -118,6 +135,12 @@ class EngineMachine:
         self._numbers = 0
         self.pause_lease = PauseLease()
         self._paused_at: float | None = None
+        self._orphans, self._orphaned_s = orphans, orphaned_s
+        self._flush = True
+        """Whether caches are flushed with the prepared version."""
+        self._ticked_at = self._awake_since = 0.0
+        self._orphaned = False
+        """True while the server may not be clean, and no coordinator was heard of for `orphaned_s`."""
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -180,6 +203,7 @@ class EngineMachine:
             doing=name_of(self._running.operation) if self._running else "",
             reason=self.reason,
             checkpoint=self._checkpoint,
+            orphaned=self._orphaned,
         )
 
     def check(self) -> None:
@@ -238,7 +262,7 @@ class EngineMachine:
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PREPARE, self.reason)
-        self._pause_mode = command.policy.pause.value
+        self._pause_mode, self._flush = command.policy.pause.value, command.policy.flush
         serving = self.held if self.health is EngineHealth.CLEAN else None
         return self._run(Validate(command, self._checkpoint, serving), command, now)
 
@@ -271,7 +295,8 @@ class EngineMachine:
 
     def _double_buffers(self) -> bool:
         """Whether the version needs no pause before the swap: the server generates from clean weights meanwhile."""
-        return self._can_double_buffer and self.weights.state in w.GENERATES and self.paused is False
+        clean = self.health is EngineHealth.CLEAN and self.weights.state in w.GENERATES
+        return self._can_double_buffer and clean and self.paused is False
 
     def _fits(self, command: ToEngine) -> bool:
         """Whether it is the transfer of the version that was prepared last."""
@@ -286,6 +311,9 @@ class EngineMachine:
             return self._fail(command, Step.COMMIT, f"holds {found}; asked to serve {command.version}")
         if self.health is EngineHealth.CLEAN and self.paused is False:
             return (self._serving(command, 0.0, now),)
+        if self.weights.state is WeightState.ORPHANED and self.paused is False:
+            self._reached, self.reason = None, ""
+            return (*self._learn(w.VersionCommitted(), now), self._serving(command, 0.0, now))
         labeled = self._labeled == command.version
         return self._run(ReleaseServer(command.version, command.flush, command.deadline_s, labeled), command, now)
 
@@ -293,6 +321,8 @@ class EngineMachine:
         """Release the server, also where it was not paused: that it serves is reported when it has just answered."""
         self._answers.forget()
         self._reached = None
+        if self.up and self.weights.state is WeightState.ORPHANED:  # a coordinator is back, and never committed it
+            return self._run(PauseServer(self._pause_mode, command.deadline_s), command, now)
         if not self.up or self.health is not EngineHealth.CLEAN:
             return self._fail(command, Step.RESUME, self.reason)
         return self._run(ReleaseServer(None, False, command.deadline_s, look=self.pause_lease.doubted), command, now)
@@ -370,12 +400,16 @@ class EngineMachine:
                 return (*doubted, Note("pause_failed", result.reason))
             self._waiting.forget_transfer(command.epoch)
             step = Step.TRANSFER if isinstance(command, Transfer) else Step.PAUSE
+            step = Step.RESUME if isinstance(command, Abort) else step
             return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
             self._paused_at = now
         stilled = self._learn(w.ServerPaused(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
+        if isinstance(command, Abort):
+            self.reason = f"version {self.weights.version} was served, and is not committed"
+            return (*stilled, *self._fail(command, Step.RESUME, self.reason))
         self.pause_lease.quiet_since, self._reached = now, Step.PAUSE
         if isinstance(command, Transfer):
             return (*stilled, *(self._unless_unwanted(command) or self._transfer(command, now)))
@@ -439,8 +473,11 @@ class EngineMachine:
             if command is None:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
-        self._reached, self.reason = None, ""
         self.pause_lease.doubted &= not release.look
+        if command is None and release.version is not None:
+            self.reason = f"serves version {release.version}, verified and not known to be committed"
+            return (*self._learn(w.OrphanServed(), now), Note("orphan_served", self.reason))
+        self._reached, self.reason = None, ""
         freed = w.ServerResumed(ordered=command is not None) if release.version is None else w.VersionCommitted()
         kept = self._learn(freed, now)
         if command is None:
@@ -459,7 +496,10 @@ class EngineMachine:
         return (failed, Note("step_failed", f"{step.value}: {reason}"))
 
     def _remember(self) -> Remember:
-        return self._recorded.remember(self.identity, self.health, self.held, self.epoch, self._checkpoint)
+        orphaned = self.weights.state is WeightState.ORPHANED
+        return self._recorded.remember(
+            self.identity, self.health, self.held, self.epoch, self._checkpoint, orphaned=orphaned
+        )
 
     def _arm(self) -> tuple[Effect, ...]:
         """Write the record that a transfer needs while the server is being paused for it."""
@@ -502,8 +542,9 @@ class EngineMachine:
     def _recognize(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
         record = self._recorded.record
         if known == event.identity and record is not None:
-            self.pause_lease.ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
-            known_again = self._learn(w.ServerRecognized(record.health, record.held), now)
+            unknown = record.health is EngineHealth.PENDING and record.held is None  # needs no round to be written
+            self.pause_lease.ours = not unknown
+            known_again = self._learn(w.ServerRecognized(record.health, record.held, record.orphaned), now)
             self._checkpoint = record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
             return (*known_again, Note("server_recognized", self.health.value))
@@ -540,13 +581,23 @@ class EngineMachine:
         """
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
+        ours = self.up and self.health is not EngineHealth.CLEAN and self.pause_lease.given
+        if now > self._ticked_at + ASLEEP_S:  # this process stood still: what the coordinator said meanwhile is unread
+            self._awake_since = now
+        self._ticked_at = now
+        silent_s = now - max(heard_at, self.pause_lease.quiet_since)
+        self._orphaned = ours and silent_s >= self._orphaned_s and now - self._awake_since >= AWAKE_S
+        if self._orphaned and self._orphans is OrphanPolicy.SERVE_VERIFIED and self.held and self.paused is not False:
+            version, labeled = self.held.version, self._labeled == self.held.version
+            return self._unasked(ReleaseServer(version, self._flush, HOLD_S, labeled), now)
         if not self.owes_resume or not self.pause_lease.over(heard_at, now):
             return ()
         return self._unasked(ReleaseServer(None, False, HOLD_S), now)
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
         """Pause a running server whose weights are not clean, such as one launched again during a transfer."""
-        held_back = self.health is EngineHealth.CLEAN or self.paused is True
+        may_generate = self.health is EngineHealth.CLEAN or self.weights.state is WeightState.ORPHANED
+        held_back = may_generate or self.paused is True
         return () if held_back or not self.up else self._unasked(PauseServer(PauseMode.RETRACT.value, HOLD_S), now)
 
     def _unasked(self, operation: Operation, now: float) -> tuple[Effect, ...]:
@@ -599,6 +650,8 @@ class ServerView(msgspec.Struct, frozen=True):
     """True if the server has released the memory of its weights, or is about to."""
     checkpoint: str = ""
     """Folder of the checkpoint that the server was launched with; after a load from files the server names another."""
+    orphaned: bool = False
+    """True while the server may not be clean, and no coordinator was heard of for the setting `orphaned_s`."""
 
     @property
     def on_its_way(self) -> bool:

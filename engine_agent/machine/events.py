@@ -1,5 +1,7 @@
 """Events, effects and operations of an engine, as plain values. Times are monotonic seconds, given from outside."""
 
+import enum
+
 import msgspec
 
 from weightbus.control.protocol import EngineHealth, EngineMessage, HeldVersion, Prepare, ToEngine, Transfer, Welcome
@@ -15,6 +17,17 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     checkpoint: str = ""
     """Folder that the server was launched with; after a load from disk the server itself names another."""
+    orphaned: bool = False
+    """True if `held`, whose commit was not heard of, is served by the policy `orphaned = serve_verified`."""
+
+
+class OrphanPolicy(enum.StrEnum):
+    """Treatment of a version that is verified on a server, while no coordinator says whether it is committed."""
+
+    WAIT = "wait"
+    """The server stays paused until a coordinator is heard: it never generates from an uncommitted version."""
+    SERVE_VERIFIED = "serve_verified"
+    """After `orphaned_s` the server generates from it, labeled; it is not ready before the version is committed."""
 
 
 # -- operations: at most one at a time ---------------------------------------------------------------------------------

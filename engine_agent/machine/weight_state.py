@@ -37,6 +37,8 @@ class WeightState(enum.StrEnum):
     """Verified to be the version, and not committed. Never generates."""
     SERVING = "serving"
     """The version is committed, the server labeled with it. Generates."""
+    ORPHANED = "orphaned"
+    """Verified, labeled, not known to be committed, and served because no coordinator was heard. Never ready."""
 
 
 HEALTH: Final[Mapping[WeightState, EngineHealth]] = {
@@ -47,10 +49,11 @@ HEALTH: Final[Mapping[WeightState, EngineHealth]] = {
     WeightState.DIRTY: EngineHealth.DIRTY,
     WeightState.LOADED: EngineHealth.PENDING,
     WeightState.SERVING: EngineHealth.CLEAN,
+    WeightState.ORPHANED: EngineHealth.PENDING,
 }
 """Health as the coordinator is told it, and as the record has it."""
 
-GENERATES: Final = frozenset({WeightState.CLEAN, WeightState.SERVING})
+GENERATES: Final = frozenset({WeightState.CLEAN, WeightState.SERVING, WeightState.ORPHANED})
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -60,6 +63,8 @@ class ServerRecognized(msgspec.Struct, frozen=True):
 
     health: EngineHealth
     held: HeldVersion | None
+    orphaned: bool = False
+    """True if it served `held` without knowing of its commit."""
 
 
 class ServerLaunched(msgspec.Struct, frozen=True):
@@ -107,6 +112,10 @@ class VersionCommitted(msgspec.Struct, frozen=True):
     """The verified version is committed, the server labeled with it, and it generates."""
 
 
+class OrphanServed(msgspec.Struct, frozen=True):
+    """The verified version, whose commit was not heard of, is labeled and generates."""
+
+
 WeightEvent = (
     ServerRecognized
     | ServerLaunched
@@ -118,20 +127,23 @@ WeightEvent = (
     | VersionVerified
     | ServerResumed
     | VersionCommitted
+    | OrphanServed
 )
 
 _U, _C, _P = WeightState.UNKNOWN, WeightState.CLEAN, WeightState.PAUSED
 _T, _D, _L, _S = WeightState.STAGED, WeightState.DIRTY, WeightState.LOADED, WeightState.SERVING
+_O = WeightState.ORPHANED
 
 TABLE: Final[Mapping[type[WeightEvent], Mapping[WeightState, tuple[WeightState, ...]]]] = {
-    ServerPaused: {_U: (_U,), _C: (_P,), _P: (_P,), _D: (_D,), _L: (_L,), _S: (_P,)},
-    WeightsDoubted: {_U: (_U,), _C: (_C,), _P: (_C,), _T: (_T,), _D: (_D,), _L: (_L,), _S: (_S,)},
+    ServerPaused: {_U: (_U,), _C: (_P,), _P: (_P,), _D: (_D,), _L: (_L,), _S: (_P,), _O: (_L,)},
+    WeightsDoubted: {_U: (_U,), _C: (_C,), _P: (_C,), _T: (_T,), _D: (_D,), _L: (_L,), _S: (_S,), _O: (_O,)},
     TransferBegan: {_U: (_T,), _P: (_T,), _D: (_T,), _L: (_T,)},
     WeightsUnchanged: {_T: (_U, _P, _D, _L)},
     WeightsDirtied: {_T: (_D,), _D: (_D,), _U: (_D,)},
     VersionVerified: {_D: (_L,)},
     ServerResumed: {_C: (_C,), _P: (_C,), _S: (_C,)},
-    VersionCommitted: {_C: (_S,), _P: (_S,), _L: (_S,), _S: (_S,)},
+    VersionCommitted: {_C: (_S,), _P: (_S,), _L: (_S,), _S: (_S,), _O: (_S,)},
+    OrphanServed: {_L: (_O,), _O: (_O,)},
 }
 """Event -> state -> state.
 
@@ -196,13 +208,13 @@ class Weights:
                 self.held = None
             case VersionVerified():
                 self.held, self.taking = event.held, None
-            case ServerResumed() | VersionCommitted():
+            case ServerResumed() | VersionCommitted() | OrphanServed():
                 self.paused = False
             case _:
                 assert_never(event)
         ordered = isinstance(event, ServerResumed) and event.ordered
         changed = (self.health, self.held) != (HEALTH[before[0]], before[1])
-        return ordered or changed or isinstance(event, VersionCommitted)
+        return ordered or changed or isinstance(event, VersionCommitted | OrphanServed)
 
     def check(self) -> None:
         """Raise `InvariantBroken` when fields contradict each other."""
@@ -218,7 +230,7 @@ class Weights:
             "loaded nothing": state is WeightState.LOADED and held is None,
             "a version is held that was not verified": held is not None
             and state in {WeightState.UNKNOWN, WeightState.STAGED, WeightState.DIRTY},
-            "serves no version": state is WeightState.SERVING and held is None,
+            "serves no version": state in {WeightState.SERVING, WeightState.ORPHANED} and held is None,
             "being received, and no version is named": state is WeightState.STAGED and self.taking is None,
         }
         return tuple(what for what, wrong in found.items() if wrong)
@@ -230,6 +242,8 @@ class Weights:
             self.state = WeightState.CLEAN if event.fresh else WeightState.UNKNOWN
         else:
             self.state = _AS_RECORDED[event.health, event.held is not None]
+            if event.orphaned and self.state is WeightState.LOADED:
+                self.state = WeightState.ORPHANED
             self.held = None if self.state is WeightState.DIRTY else event.held
         self._trace.append(f"{now:.3f} weights begin anew: {self}")
         return event == ServerLaunched(fresh=False)
@@ -279,7 +293,14 @@ class RecordedState:
         return self.record.identity if self.record else ""
 
     def remember(
-        self, identity: str, health: EngineHealth, held: HeldVersion | None, epoch: Epoch, folder: str
+        self,
+        identity: str,
+        health: EngineHealth,
+        held: HeldVersion | None,
+        epoch: Epoch,
+        folder: str,
+        *,
+        orphaned: bool = False,
     ) -> Remember:
         """Write the present state.
 
@@ -288,7 +309,9 @@ class RecordedState:
         """
         self.ahead = False
         before = self.record
-        self.record = StateRecord(identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder)
+        self.record = StateRecord(
+            identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder, orphaned=orphaned
+        )
         waited = before == msgspec.structs.replace(self.record, health=EngineHealth.PENDING)
         return Remember(self.record, late=held is not None and (health is not EngineHealth.CLEAN or waited))
 

@@ -54,6 +54,7 @@ from weightbus.control.server import (
     SERVER_UP,
     SIDECAR_CONNECTED,
     SIDECAR_HEALTH,
+    SIDECAR_ORPHANED,
     SIDECAR_VERSION,
     SIDECAR_WEIGHTS,
     HttpPort,
@@ -79,6 +80,7 @@ from ..machine import (
     Note,
     Operated,
     Operation,
+    OrphanPolicy,
     Remember,
     Result,
     RunOperation,
@@ -103,6 +105,8 @@ SETTLE_S: Final = 30.0
 PATIENCE: Final = 3
 """Polls without an answer, or broken connections, before the server counts as gone."""
 _RETRY_S: Final = 0.2
+_TELL_S: Final = 5.0
+"""Seconds between two lines of the log while the coordinator does not answer at the start."""
 _WORKERS_S: Final = 0.2
 """Seconds between two looks whether all workers live, where they can be seen."""
 _START_S: Final = 3.0
@@ -162,7 +166,13 @@ class EngineAgent:
         )
         self._server.observe(self._executor.called)
         self.metrics.live(SIDECAR_CONNECTED, self._connected)
-        self._machine = EngineMachine(Channel(settings.channel), self._incarnation, self._records.read())
+        self._machine = EngineMachine(
+            Channel(settings.channel),
+            self._incarnation,
+            self._records.read(),
+            orphans=settings.orphaned,
+            orphaned_s=settings.orphaned_s,
+        )
         self._writer = StateWriter(self._records.write)
         self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
         self._dispatcher = EffectDispatcher(
@@ -291,18 +301,17 @@ class EngineAgent:
 
     def _join(self, bus: BusClient) -> Welcome:
         until = time.monotonic() + self.settings.start_timeout_s
+        told_at = time.monotonic()
         while True:
             try:
-                return bus.start(5.0)
-            except CoordinatorUnreachable as error:
-                if time.monotonic() >= until:
+                return bus.start(TICK_S)
+            except (CoordinatorUnreachable, RequestRefused) as error:
+                refused = isinstance(error, RequestRefused)
+                if (isinstance(error, RequestRefused) and not error.retry_after_s) or time.monotonic() >= until:
                     raise
-                self._log.warning("coordinator_unreachable", reason=str(error))
-                self._catch_up()
-            except RequestRefused as refused:
-                if not refused.retry_after_s or time.monotonic() >= until:
-                    raise
-                self._log.warning("hello_refused", reason=str(refused))
+                if time.monotonic() >= told_at + _TELL_S:
+                    told_at = time.monotonic()
+                    self._log.warning("hello_refused" if refused else "coordinator_unreachable", reason=str(error))
                 self._catch_up()
 
     def _catch_up(self) -> None:
@@ -399,11 +408,15 @@ class EngineAgent:
             return
         self.metrics.set(SERVER_UP, view.up)
         self.metrics.set(SERVER_PAUSED, view.paused)
+        self.metrics.set(SIDECAR_ORPHANED, view.orphaned)
         self.metrics.set(SIDECAR_VERSION, view.held.version if view.held else -1)
         for health in EngineHealth:
             self.metrics.set(SIDECAR_HEALTH, view.health is health, health=health.value)
         for state in WeightState:
             self.metrics.set(SIDECAR_WEIGHTS, view.weights is state, state=state.value)
+        if view.orphaned and not before.orphaned:
+            held = view.held and view.held.version
+            self._log.error("engine_orphaned", held=held, health=view.health.value, reason=self._fate_of_orphan(view))
         if (view.health, view.on_its_way) != (before.health, before.on_its_way):
             held = view.held and view.held.version
             self._log.log(_level(view), "health", health=view.health.value, held=held, reason=view.reason)
@@ -516,6 +529,15 @@ class EngineAgent:
             seq=0, epoch=view.epoch, health=view.health, held=view.held, memory_released=view.memory_released
         )
 
+    def _fate_of_orphan(self, view: ServerView) -> str:
+        """What keeps a server from serving whose coordinator is gone, and what mends it."""
+        found = f"{self._out_of_touch()}, longer than orphaned_s = {self.settings.orphaned_s:g}"
+        if view.held is None:
+            return f"{found}: only a whole version mends it, so start the coordinator again, and publish"
+        if self.settings.orphaned is OrphanPolicy.SERVE_VERIFIED:
+            return f"{found}: it is served without its commit (orphaned = serve_verified); start the coordinator again"
+        return f"{found}: start the coordinator again, which settles it, or set orphaned = serve_verified"
+
     def _connected(self) -> bool:
         return not self._out_of_touch()
 
@@ -542,7 +564,8 @@ class EngineAgent:
         bus = self._bus
         committed = bus.committed if bus else None
         if not view.up or view.health is not EngineHealth.CLEAN:
-            return Readiness(False, f"{view.health.value}: {view.reason}")
+            orphaned = f"; {self._fate_of_orphan(view)}" if view.orphaned else ""
+            return Readiness(False, f"{view.health.value}: {view.reason}{orphaned}")
         if view.paused:
             return Readiness(False, f"paused, {view.doing or view.weights.value}")
         if out_of_touch := self._out_of_touch():

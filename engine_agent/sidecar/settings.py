@@ -25,6 +25,7 @@ from weightbus.dataplane.transports import registry as transports
 
 from ..engines import DEFAULT, Keys, require_known
 from ..errors import KeyFileUnusable
+from ..machine import ORPHANED_S, OrphanPolicy
 
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
@@ -106,6 +107,16 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     verify: Annotated[
         VerificationMode, Meta(description="required: serve only what was proven; available: prove what can be")
     ] = VerificationMode.REQUIRED
+    orphaned: Annotated[
+        OrphanPolicy,
+        Meta(
+            description="a verified version without a coordinator that committed it: wait, or serve_verified after"
+            " orphaned_s (then it is served, and not ready)"
+        ),
+    ] = OrphanPolicy.WAIT
+    orphaned_s: Annotated[
+        Wait, Meta(description="how long no coordinator is heard of before an engine that cannot serve raises an alarm")
+    ] = ORPHANED_S
     dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
     poll_s: Annotated[Wait, Meta(description="how often the server is looked at")] = 1.0
     start_timeout_s: Annotated[Wait, Meta(description="how long server and coordinator are waited for")] = 1800.0

@@ -18,6 +18,7 @@ from weightbus.engine_agent.machine.events import (
     Operation,
     OperationDone,
     OperationFailed,
+    OrphanPolicy,
     Received,
     Remember,
     Result,
@@ -38,14 +39,21 @@ class World:
     """One engine, its clock, and everything the machine asked for."""
 
     def __init__(
-        self, record: StateRecord | None = None, *, up: bool = True, label: str = "default", joined: bool = True
+        self,
+        record: StateRecord | None = None,
+        *,
+        up: bool = True,
+        label: str = "default",
+        joined: bool = True,
+        orphans: OrphanPolicy = OrphanPolicy.WAIT,
     ) -> None:
-        self.machine = EngineMachine(CHANNEL, "life1", record)
+        self.machine = EngineMachine(CHANNEL, "life1", record, orphans=orphans)
         self.now = 100.0
         self.heard_at = 100.0
         self.effects: list[Effect] = []
         self.record = record
         self.slow_label = False
+        self.flush = True
         self.asked = TABLE
         """What commands name: empty where the table follows."""
         """Labeling ahead of the commit takes until `end` is called for it, too."""
@@ -93,7 +101,7 @@ class World:
             manifest=MANIFEST,
             table=self.asked,
             transport=m.TransportKind.LOCAL,
-            policy=m.Policy(),
+            policy=m.Policy(flush=self.flush),
         )
 
     def pause(self, epoch: int = 1, lease_s: float = 10.0) -> tuple[Effect, ...]:

@@ -53,6 +53,7 @@ from weightbus.engine_agent.machine.events import (
     Operation,
     OperationDone,
     OperationFailed,
+    OrphanPolicy,
     PauseServer,
     Receive,
     Received,
@@ -85,6 +86,7 @@ TICK_S = 1.0
 POLL_S = 1.0
 CALL_S = 10.0
 PATIENCE = 3
+ORPHANED_S = 20.0
 
 
 class EngineProcess(Process):
@@ -125,7 +127,13 @@ class EngineProcess(Process):
         """What `EngineAgent.__init__` and `run` do."""
         incarnation = f"{self.name}.{self.life}"
         self._incarnation = Incarnation(incarnation)
-        self.machine = EngineMachine(self._world.channel, incarnation, self.record.read(self))
+        self.machine = EngineMachine(
+            self._world.channel,
+            incarnation,
+            self.record.read(self),
+            orphans=OrphanPolicy(self._world.scenario.orphaned),
+            orphaned_s=ORPHANED_S,
+        )
         self._dispatcher = EffectDispatcher(self.machine, self._write, self._carry_out, self._post, self._write_later)
         self._late: StateRecord | None = None
         self._lost: tuple[StateRecord, OSError] | None = None
@@ -179,7 +187,7 @@ class EngineProcess(Process):
         client = self.client = Client(self, self._world.network, self._hello, self._heartbeat, self._topology)
         while True:
             try:
-                welcome = yield from client.starting(5.0)
+                welcome = yield from client.starting(TICK_S / 2)
                 break
             except (CoordinatorUnreachable, RequestRefused):
                 yield 0.01

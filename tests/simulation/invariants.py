@@ -82,6 +82,9 @@ INVARIANTS: Final = {
     "left-alone": "an engine without a transport is told nothing of a round, and is listed only once it said"
     " that it serves",
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
+    "orphans": "by serve_verified an engine with a verified version is not paused for long without a coordinator",
+    "served-uncommitted": "a server generates from its launch weights or a committed version; by serve_verified, once"
+    " no coordinator was heard of for long, from a verified one too, until a coordinator is back",
     "memory-bounded": "nothing grows with time",
     "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
     "begun-anew": "a version whose table does not follow after all is announced again with it, and is not refused for"
@@ -156,6 +159,10 @@ class Judge:
         """Trainer and epoch granted, or key of its `Hello` -> after which set-back it was answered."""
         self._rolling: str | None = None
         """The publication that was committed last, until its round is over: some may still wait for their turn."""
+        self._committed_tags: set[str] = set()
+        """Tags of all versions that were ever committed, in whatever life of the journal."""
+        self.orphans_served: dict[str, str] = {}
+        """Server -> the uncommitted version from which it generates; its coordinator has to end that, in time."""
         self._held: set[str] = set()
         """Tags that a server held as a whole."""
         self._ghosts: list[Committed] = []
@@ -188,11 +195,21 @@ class Judge:
             self.broken("no-mixed-tokens", f"{server.name} generates from {tags}")
             return
         (tag,) = tags
+        if self.is_committed(tag):
+            self.orphans_served.pop(server.name, None)
+        elif self.orphans_served.get(server.name) != tag:
+            self.orphans_served[server.name] = tag
+            if not self._world.may_serve_orphan(server.name):
+                self.broken("served-uncommitted", f"{server.name} generates from {tag}, which was never committed")
         label = tag.partition("/")[0]
         if label != server.label:
             self.broken("true-labels", f"{server.name} generates from {tag}, labeled {server.label!r}")
         if self._world.scenario.flush and server.cached - {tag}:
             self.broken("fresh-caches", f"{server.name} answers with {tag} from caches of {sorted(server.cached)}")
+
+    def is_committed(self, tag: str) -> bool:
+        """Whether weights are those of a launch, or of a version that was ever committed."""
+        return tag == LAUNCH or tag in self._committed_tags
 
     def loaded(self, server: ServerModel, epoch: int) -> None:
         """A bucket of `epoch` landed."""
@@ -250,6 +267,7 @@ class Judge:
         if record.engines and self._world.tag_of(record.table) not in self._held:
             self.broken("commit-verified", f"version {record.version} is committed, and no server ever held it")
         disk.ever.add((record.version, record.table))
+        self._committed_tags.add(self._world.tag_of(record.table))
         disk.requests[record.request] = record.version
         disk.replaced, self._rolling = before, record.request
         lag = self._world.scenario.max_lag
@@ -261,6 +279,7 @@ class Judge:
         """A write that was refused turns out to have reached the disk: what was said of it may be wrong."""
         if isinstance(record, Committed):
             self._ghosts.append(record)
+            self._committed_tags.add(self._world.tag_of(record.table))
 
     # -- what the coordinator says
 

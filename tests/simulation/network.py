@@ -17,7 +17,7 @@ import msgspec
 from weightbus.control.bus.interface import Rejected, SendOutcome, TrustRevoked, UntrustedKey
 from weightbus.control.machine.effects import MessageReceived, Peer
 from weightbus.control.protocol.errors import ProtocolError
-from weightbus.control.protocol.messages import AgentId, Alive, Heartbeat, ToAgent, ToCoordinator
+from weightbus.control.protocol.messages import AgentId, Alive, Heartbeat, Refused, ToAgent, ToCoordinator
 
 from .process import Process
 
@@ -123,6 +123,8 @@ class Network:
         self._connections: dict[Peer, Connection] = {}
         self._cut: dict[str, tuple[bool, bool]] = {}
         """Agent -> (nothing goes up, nothing comes down)."""
+        self.heard_at: dict[str, float] = {}
+        """Agent -> when a message other than a refusal last arrived at it."""
         self.revoked: set[str] = set()
         """Agents whose keys were taken off the allow-list."""
         self._received: list[MessageReceived | Rejected | TrustRevoked] = []
@@ -229,6 +231,8 @@ class Network:
         self.messages += 1
         if not isinstance(message, Alive):
             self.loop.note(connection.line.name, "<-", message)
+        if not isinstance(message, Refused):
+            self.heard_at[connection.line.name] = self.loop.now
         connection.line.arrived(message, blob)
 
     def unheard(self, name: str) -> bool:

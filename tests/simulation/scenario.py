@@ -96,6 +96,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     digest_s: float = 0.5
     """How long they digest at most."""
 
+    orphaned: str = "wait"
+    """What sidecars do with a verified version, once no coordinator was heard of for long."""
     strides: tuple[int, int] = STRIDE_RANGE
     """By how much a start raises the epochs, at least, and less than."""
 
@@ -147,7 +149,7 @@ def draw(seed: int, *, setbacks: bool = False) -> Scenario:
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
     drawn = _with_revocations(drawn)
-    return _with_one_apart(_with_setbacks(drawn, certainly=setbacks))
+    return _with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks)))
 
 
 def _with_one_apart(drawn: Scenario) -> Scenario:
@@ -224,6 +226,36 @@ def _with_revocations(drawn: Scenario) -> Scenario:
         earlier = [each for each in drawn.faults if each.at < at]
     found = sorted((*earlier, *faults), key=lambda each: each.at)
     return msgspec.structs.replace(drawn, faults=tuple(found), calm_from=max(drawn.calm_from, at + lasts))
+
+
+def _with_orphans(drawn: Scenario) -> Scenario:
+    """A coordinator that is gone for longer than an orphan waits, when engines hold what they know no commit of.
+
+    It comes back with the version committed (it died after the write), without it, or, in the storms whose journal is
+    set back, with an older journal. By its own dice.
+    """
+    rng = random.Random(f"weightbus-orphans-{drawn.seed}")
+    drawn = msgspec.structs.replace(drawn, orphaned=rng.choice(("wait", "serve_verified")))
+    if rng.random() >= 0.1:
+        return drawn
+    at, lasts = rng.uniform(3.0, 12.0), rng.uniform(45.0, 60.0)
+    if rng.random() < 0.25:  # it is the agent that is away, which finds its coordinator silent when it goes on
+        agent = rng.choice(drawn.engines).name
+        away = Fault(at=at, kind="freeze", target=agent, lasts=30.0, moment=rng.choice(("verifying", "transferring")))
+        faults = (*(each for each in drawn.faults if each.at < at), away)
+        calm_from = max(drawn.calm_from, at + 35.0)
+        return msgspec.structs.replace(drawn, orphaned="serve_verified", faults=faults, calm_from=calm_from)
+    gone = Fault(at=at, kind="kill", target="coordinator", lasts=lasts, moment=rng.choice(("verifying", "committing")))
+    if drawn.may_be_set_back:
+        gone = msgspec.structs.replace(gone, kind="setback", count=rng.choice((1, 2, 5)))
+    elif rng.random() < 0.5:
+        gone = msgspec.structs.replace(gone, kind="trap", point="persist", where="after", count=1, moment="committing")
+    faults = (*(each for each in drawn.faults if each.at < at and each.target != "coordinator"), gone)
+    if rng.random() < 0.3:  # its agent is started again meanwhile
+        again = Fault(at=at + rng.uniform(10.0, 40.0), kind="kill", target=rng.choice(drawn.engines).name, lasts=0.5)
+        faults = (*faults, again)
+    calm_from = max(drawn.calm_from, at + lasts + 10.0)
+    return msgspec.structs.replace(drawn, faults=faults, calm_from=calm_from)
 
 
 def _with_unheard_answers(drawn: Scenario) -> Scenario:

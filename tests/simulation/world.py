@@ -19,7 +19,7 @@ from weightbus.control.protocol.messages import (
 
 from .coordinator_process import CoordinatorProcess
 from .disks import JournalDisk
-from .engine_process import EngineProcess
+from .engine_process import ORPHANED_S, EngineProcess
 from .invariants import Judge
 from .loop import MOST_STEPS, Loop
 from .network import Network, Weather
@@ -56,6 +56,10 @@ RESTART_S = 1.0
 LOOK_S = 1.0
 MEMORY_LOOKS = 5
 LEASE_SLACK_S = 13.0
+HEARD_S = 8.0
+"""An engine that got a message within so long hears its coordinator: two answered heartbeats."""
+ORPHAN_SETTLED_S = 30.0
+"""Time for an engine that serves an uncommitted version to be told otherwise, over a network that loses messages."""
 UNSAID_S = 8.0
 """How long a trainer may have nothing to say to a round that waits for its report: its report may be on the way."""
 INBOX = 256
@@ -132,6 +136,8 @@ class World:
         self.rounds: list[RoundDone] = []
         """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
+        self._orphan_since: dict[tuple[str, int], float] = {}
+        """Engine and life of its agent -> since when it is against the promises of an orphan."""
         self._unsaid_since: float | None = None
 
     def _transports_of(self, trainer: str) -> tuple[TransportKind, ...]:
@@ -354,6 +360,7 @@ class World:
     def _look(self) -> None:
         self.loop.after(LOOK_S, self._look)
         self._look_at_leases()
+        self._look_at_orphans()
         self._look_at_reports()
         self._looks += 1
         if self._looks % MEMORY_LOOKS == 0:
@@ -397,6 +404,40 @@ class World:
         if self.loop.now - self._unsaid_since > UNSAID_S:
             what = f"the round waits for the report of {holder.name}, which waits for the round"
             self.judge.broken("heard-out", what)
+
+    def may_serve_orphan(self, name: str) -> bool:
+        """Whether an engine may generate from a version that was never committed."""
+        return self.scenario.orphaned == "serve_verified" and self._unheard_s(self.engines[name]) >= ORPHANED_S - 1.0
+
+    def _unheard_s(self, engine: EngineProcess) -> float:
+        """Seconds since the coordinator last said anything but a refusal to this engine."""
+        return self.loop.now - self.network.heard_at.get(engine.name, 0.0)
+
+    def _look_at_orphans(self) -> None:
+        now = self.loop.now
+        for name, engine in self.engines.items():
+            if not self.servers[name].generates:
+                self.judge.orphans_served.pop(name, None)
+            server, machine = self.servers[name], engine.machine
+            runs = machine is not None and not engine.frozen and server.up and not server.frozen and machine.up
+            generates = server.generates and len(server.tags) == 1 and not self.judge.is_committed(server.tags[0])
+            stands = (
+                self.scenario.orphaned == "serve_verified"
+                and machine is not None
+                and machine.health is EngineHealth.PENDING
+                and machine.held is not None
+                and server.paused
+                and self._unheard_s(engine) > HEARD_S
+            )
+            settled = generates and self._unheard_s(engine) < HEARD_S
+            if not runs or not (settled or stands):
+                self._orphan_since.pop((name, engine.life), None)
+                continue
+            since = self._orphan_since.setdefault((name, engine.life), now)
+            if stands and now - since > ORPHANED_S + LEASE_SLACK_S:
+                self.judge.broken("orphans", f"{name} holds a verified version, and is paused for {now - since:.0f} s")
+            if settled and now - since > ORPHAN_SETTLED_S:
+                self.judge.broken("served-uncommitted", f"{name} generates from {server.tags}, and is told otherwise")
 
     def _hears(self, engine: EngineProcess) -> bool:
         if engine.name in self.network.revoked:  # it is refused, which is no news of what is paused or committed

@@ -439,3 +439,23 @@ def test_fault_31_a_trainer_whose_key_is_revoked_is_told_so() -> None:
     began, ended = (float(line.split()[0]) for line in (told[0], told[-1]))
     assert ended - began < 5.0
     order(world, "its key is revoked", "not_trusted", "its key is trusted again", "is over: committed")
+
+
+@pytest.mark.parametrize("orphaned", ["wait", "serve_verified"])
+@pytest.mark.parametrize("durable", [True, False])
+def test_fault_32_the_coordinator_is_gone_when_engines_have_verified(orphaned: str, durable: bool) -> None:
+    """An orphan waits, or is served and not listed; a coordinator that comes back after all settles it (N56, F32)."""
+    gone = msgspec.structs.replace(dies("after" if durable else "before", moment="transferring"), at=4.0, lasts=60.0)
+    world = storm(gone, orphaned=orphaned, calm_from=70.0)
+    away = between(world, "coordinator  ** dies", "coordinator  starts (life 2)")
+    served = [line for line in away if "orphan_served" in line]
+    assert len(served) == (2 if orphaned == "serve_verified" else 0)
+    assert len([line for line in away if "server generates again" in line]) == len(served)
+    if served and not durable:  # before the next round pauses it
+        settled = between(world, "coordinator  starts (life 2)", "<- Prepare")
+        assert [line for line in settled if "server pauses" in line]
+        order(world, "(life 2)", "<- Abort", "server pauses", "Failed", "is over: committed e0=committed e1=committed")
+    if durable:
+        order(world, "(life 2)", "<- Commit", "-> Serving")
+        settled = between(world, "coordinator  starts (life 2)", "<- Prepare")
+        assert not [line for line in settled if "server pauses" in line], "a version that is served is only committed"

@@ -12,6 +12,7 @@ from weightbus.engine_agent.machine.weight_state import (
     HEALTH,
     MOVES,
     TABLE,
+    OrphanServed,
     ServerLaunched,
     ServerPaused,
     ServerRecognized,
@@ -37,6 +38,7 @@ EVENTS: tuple[WeightEvent, ...] = (
     VersionVerified(SEVEN),
     ServerResumed(ordered=True),
     VersionCommitted(),
+    OrphanServed(),
 )
 WAYS: dict[WeightState, tuple[WeightEvent, ...]] = {
     WeightState.UNKNOWN: (ServerLaunched(fresh=False),),
@@ -58,6 +60,14 @@ WAYS: dict[WeightState, tuple[WeightEvent, ...]] = {
         WeightsDirtied(),
         VersionVerified(SEVEN),
         VersionCommitted(),
+    ),
+    WeightState.ORPHANED: (
+        ServerLaunched(fresh=True),
+        ServerPaused(),
+        TransferBegan(Version(7)),
+        WeightsDirtied(),
+        VersionVerified(SEVEN),
+        OrphanServed(),
     ),
 }
 """How a server comes to be in each state."""
@@ -114,7 +124,7 @@ def test_dirty_is_left_by_a_proof_and_by_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [each for each in WeightState if each not in {WeightState.STAGED, WeightState.SERVING}]
+    "state", [each for each in WeightState if each not in {WeightState.STAGED, *GENERATES} or each is WeightState.CLEAN]
 )
 def test_what_was_spared_is_what_it_was(state: WeightState) -> None:
     """A transfer that touched nothing leaves the version, the health and the record as they were."""
