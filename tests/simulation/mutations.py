@@ -543,7 +543,7 @@ MUTATIONS: Final = (
         "lets-a-restarted-server-generate",
         "every-wait-ends",
         APPLICATION,
-        "        held_back = self.health is EngineHealth.CLEAN or self.paused is True",
+        "        held_back = may_generate or self.paused is True",
         "        held_back = True",
     ),
     _m(
