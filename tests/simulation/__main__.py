@@ -24,18 +24,32 @@ def main() -> int:
     parser.add_argument(
         "--setbacks", action="store_true", help="in all of them the journal is set back to older copies"
     )
+    parser.add_argument(
+        "--times", type=float, default=1.0, help="so many times as long, with more versions than history"
+    )
     parser.add_argument("--trace", type=int, nargs=2, metavar=("FROM", "TO"), help="print the trace hash of each")
     given = parser.parse_args()
     if given.seed is not None:
-        print(tell(draw(given.seed, setbacks=given.setbacks), lines=sys.maxsize))
+        print(tell(draw(given.seed, setbacks=given.setbacks, times=given.times), lines=sys.maxsize))
         return 0
     if given.trace:
-        for ended in run_chunk(range(*given.trace), setbacks=given.setbacks, tracing=True):
+        for ended in run_chunk(range(*given.trace), setbacks=given.setbacks, times=given.times, tracing=True):
             print(ended.seed, ended.trace)
         return 0
     if given.first:
-        return first(given.start, given.seeds, setbacks=given.setbacks, breaks=given.breaks, telling=given.tell)
-    return report(campaign(given.start, given.seeds, given.jobs, setbacks=given.setbacks), setbacks=given.setbacks)
+        return first(
+            given.start,
+            given.seeds,
+            setbacks=given.setbacks,
+            times=given.times,
+            breaks=given.breaks,
+            telling=given.tell,
+        )
+    return report(
+        campaign(given.start, given.seeds, given.jobs, setbacks=given.setbacks, times=given.times),
+        setbacks=given.setbacks,
+        times=given.times,
+    )
 
 
 if __name__ == "__main__":

@@ -46,12 +46,14 @@ class Tally(msgspec.Struct):
         return f"seeds={self.seeds} faults={self.faults} messages={self.messages} violations={len(self.failed)}"
 
 
-def run_chunk(seeds: Iterable[int], *, setbacks: bool = False, tracing: bool = False) -> list[Ended]:
+def run_chunk(
+    seeds: Iterable[int], *, setbacks: bool = False, times: float = 1.0, tracing: bool = False
+) -> list[Ended]:
     """Run some seeds in this process; `tracing` makes their hashes."""
     results = []
     with _few_collections() as collect:
         for seed in seeds:
-            results.append(simulate(draw(seed, setbacks=setbacks), tracing=tracing))
+            results.append(simulate(draw(seed, setbacks=setbacks, times=times), tracing=tracing))
             collect()
     return results
 
@@ -84,11 +86,11 @@ def chunks(start: int, count: int) -> Iterator[range]:
         yield range(first, min(first + CHUNK, start + count))
 
 
-def campaign(start: int, count: int, jobs: int, *, setbacks: bool = False) -> Tally:
+def campaign(start: int, count: int, jobs: int, *, setbacks: bool = False, times: float = 1.0) -> Tally:
     """Run `count` seeds from `start` on, with progress on stderr."""
     tally, began, told = Tally(), time.monotonic(), time.monotonic()
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for results in pool.imap_unordered(partial(run_chunk, setbacks=setbacks), chunks(start, count)):
+        for results in pool.imap_unordered(partial(run_chunk, setbacks=setbacks, times=times), chunks(start, count)):
             for ended in results:
                 tally.add(ended)
                 if ended.violation and len(tally.failed) <= STORIES:
@@ -100,11 +102,13 @@ def campaign(start: int, count: int, jobs: int, *, setbacks: bool = False) -> Ta
     return tally
 
 
-def first(start: int, count: int, *, setbacks: bool = False, breaks: str = "", telling: bool) -> int:
+def first(
+    start: int, count: int, *, setbacks: bool = False, times: float = 1.0, breaks: str = "", telling: bool
+) -> int:
     """Run seeds one by one until one finds something; with `breaks`, until that invariant falls."""
     with _few_collections() as collect:
         for seed in range(start, start + count):
-            scenario = draw(seed, setbacks=setbacks)
+            scenario = draw(seed, setbacks=setbacks, times=times)
             ended = simulate(scenario)
             if ended.violation and ended.violation.startswith(f"{breaks}:" if breaks else ""):
                 print(tell_shrunk(scenario, ended.violation) if telling else "", flush=True)
@@ -114,10 +118,10 @@ def first(start: int, count: int, *, setbacks: bool = False, breaks: str = "", t
     return 0
 
 
-def report(tally: Tally, *, setbacks: bool = False) -> int:
+def report(tally: Tally, *, setbacks: bool = False, times: float = 1.0) -> int:
     """Tell the stories of what failed; the last line is for machines."""
     for ended in sorted(tally.failed, key=lambda each: each.seed)[:STORIES]:
-        print(tell_shrunk(draw(ended.seed, setbacks=setbacks), ended.violation))
+        print(tell_shrunk(draw(ended.seed, setbacks=setbacks, times=times), ended.violation))
     if len(tally.failed) > STORIES:
         print("more failing seeds:", *sorted(each.seed for each in tally.failed))
     print(tally)

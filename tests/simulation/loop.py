@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Final
 
 MOST_STEPS: Final = 60_000
-"""Steps of one run, thirty times as many as usual: a run with more repeats itself while no time passes."""
+"""Steps in `STEPS_WITHIN_S` of virtual time, three times as many as the busiest run takes: with more it repeats itself
+while hardly any time passes. In the time after, it may take as many again, however long it is."""
+STEPS_WITHIN_S: Final = 60.0
 
 
 class Loop:
@@ -21,6 +23,9 @@ class Loop:
     def __init__(self, *, telling: bool = False) -> None:
         self.now = 0.0
         self.steps = 0
+        self.endless = False
+        """There were more than `MOST_STEPS`."""
+        self._counted_from, self._counted = 0.0, 0
         self.halted = False
         """End the run: an invariant is broken, or it would never end."""
         self.telling = telling
@@ -43,9 +48,12 @@ class Loop:
         while queue and queue[0][0] <= until and not self.halted:
             self.now, _, what = pop(queue)
             self.steps += 1
+            self._counted += 1
             what()
-            if self.steps >= MOST_STEPS:
-                self.halted = True
+            if self.now - self._counted_from > STEPS_WITHIN_S:
+                self._counted_from, self._counted = self.now, 0
+            if self._counted >= MOST_STEPS:
+                self.halted = self.endless = True
         if not self.halted:
             self.now = max(self.now, until)
 

@@ -107,8 +107,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return any(fault.kind == "setback" for fault in self.faults)
 
 
-def draw(seed: int, *, setbacks: bool = False) -> Scenario:
-    """The scenario of `seed`; `setbacks`: one in which the journal is set back, as it is else in a few."""
+def draw(seed: int, *, setbacks: bool = False, times: float = 1.0) -> Scenario:
+    """The scenario of `seed`, `times` as long; `setbacks`: one in which the journal is set back, as else in a few."""
+    drawn = _draw(seed, setbacks=setbacks)
+    return drawn if times == 1.0 else longer(drawn, times)
+
+
+def _draw(seed: int, *, setbacks: bool) -> Scenario:
     rng = random.Random(f"weightbus-{seed}")
     engines = tuple(_engine(rng, f"e{index}") for index in range(rng.choice((1, 2, 2, 3, 3, 4))))
     trainers = ("t0", "t1") if rng.random() < 0.5 else ("t0",)
@@ -150,6 +155,12 @@ def draw(seed: int, *, setbacks: bool = False) -> Scenario:
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
     drawn = _with_revocations(drawn)
     return _with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks)))
+
+
+def longer(drawn: Scenario, times: float) -> Scenario:
+    """The same storm, so many times as long, with hardly a pause between versions: more than any memory is for."""
+    faults = tuple(msgspec.structs.replace(fault, at=fault.at * times) for fault in drawn.faults)
+    return msgspec.structs.replace(drawn, faults=faults, calm_from=drawn.calm_from * times, think_s=0.2)
 
 
 def _with_one_apart(drawn: Scenario) -> Scenario:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from weightbus.control.machine.channel import MAX_HISTORY, MAX_ROUND_REPLIES
 from weightbus.control.machine.engine_registry import EngineRegistry
 from weightbus.control.machine.states import Route, TransferEnds
 from weightbus.control.protocol.messages import AgentId, TransportKind
@@ -20,6 +21,7 @@ from weightbus.control.server import event_loop as server
 
 from .campaign import Tally, run_chunk
 from .invariants import INVARIANTS
+from .loop import MOST_STEPS
 from .scenario import KINDS, MOMENTS, Fault, draw
 from .shrink import shrink
 from .story import tell
@@ -51,6 +53,15 @@ def test_no_journal_that_is_set_back_breaks_a_promise() -> None:
     found = run_chunk(range(SLICE), setbacks=True)
     assert [(ended.seed, ended.violation) for ended in found if ended.violation] == []
     assert sum(ended.committed > 0 for ended in found) > SLICE / 2
+
+
+@pytest.mark.parametrize("seed", [26])
+def test_no_storm_that_outlasts_every_memory_breaks_a_promise(seed: int) -> None:
+    """More versions than the history and the remembered replies have room for; and as many steps as that takes."""
+    ended = simulate(draw(seed, times=10.0))
+    assert ended.violation == ""
+    assert ended.steps > MOST_STEPS
+    assert ended.committed > MAX_HISTORY > MAX_ROUND_REPLIES
 
 
 class Nonsense:
