@@ -39,6 +39,7 @@ GIVEN: dict[str, Any] = {
     "steps": 2,
     "step": 1,
     "version": 1,
+    "restore": lambda _module: 1,
     "answer": {"output_ids": [5, 6], "meta_info": {"weight_versions": [{"version": "1", "start": 0, "end": 2}]}},
 }
 """Names that examples use and a user has: an SGLang response among them. All others are mocks."""
@@ -221,6 +222,7 @@ def _fake(kind: type) -> Any:
     if kind is weightbus.TrainerAgent:
         connected = mock.create_autospec(kind, instance=True)
         connected.__enter__.return_value = connected
+        connected.committed = 1
         fake.connect.return_value = connected
     return fake
 
