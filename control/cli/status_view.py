@@ -84,6 +84,8 @@ def render(view: StatusView) -> Text:
     """
     state = "stopping" if view.stopping else "READ-ONLY: its journal takes no writes" if view.read_only else "running"
     shown = Text(f"coordinator {state}, boot {view.boot}, {view.agents} agents", no_wrap=True, overflow="ignore")
+    for warning in view.warnings:
+        shown.append(f"\nwarning: {terminal_safe(warning)}", style="red")
     if not view.channels:
         return shown.append("\nno channel yet: no agent has joined")
     for name, channel in sorted(view.channels.items()):

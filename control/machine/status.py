@@ -132,6 +132,8 @@ class StatusView(msgspec.Struct, frozen=True):
     agents: int
     blob_bytes: int
     channels: dict[str, ChannelView]
+    warnings: tuple[str, ...] = ()
+    """What is wrong around the coordinator: a disk that hangs, an allow-list that cannot be read."""
 
 
 class StandbyView(msgspec.Struct, frozen=True):

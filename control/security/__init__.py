@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from .allow_list import RELOAD_S as RELOAD_S, AllowList as AllowList
     from .keys import (
         AGENT_KEYS_FOLDER as AGENT_KEYS_FOLDER,
         COORDINATOR_KEYS as COORDINATOR_KEYS,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     )
     from .trust import (
         ALLOW_LIST_FILE as ALLOW_LIST_FILE,
-        RELOAD_S as RELOAD_S,
-        AllowList as AllowList,
         AllowListEntry as AllowListEntry,
         VerificationFailure as VerificationFailure,
         allow_list_rows as allow_list_rows,

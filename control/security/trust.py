@@ -9,9 +9,7 @@
     signing_key = "..."         # with this one it would sign what it publishes
 
 The file holds public keys only, so it may be readable by all. Write access to it decides which trainer may publish, so
-a file that other users can write is refused. The coordinator looks at it four times a second; an engine agent, which
-knows by it the trainers whose versions it may load, at every publication. While the file is invalid, no agent is
-trusted.
+a file that other users can write is refused. `allow_list.AllowList` follows the file while a process runs.
 
 A trainer signs a statement of the channel, the epoch that was granted for it, the version with its manifest and digest
 table, and the version that was committed before: a hash chain. The coordinator carries the signature and cannot make
@@ -38,10 +36,8 @@ import fcntl
 import hashlib
 import os
 import stat
-import threading
-import time
 import tomllib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
@@ -49,7 +45,6 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from ..log import get_log
 from ..machine import ANY_CHANNEL, Principal
 from ..protocol import (
     NAME_PATTERN,
@@ -107,8 +102,8 @@ def _seed(secret: str) -> bytes:
 
 
 ALLOW_LIST_FILE: Final = "trust.toml"
-RELOAD_S: Final = 0.25
-"""Seconds between two looks at the file."""
+MOST_BYTES: Final = 4 << 20
+"""Size of the largest file that is read: some ten thousand agents."""
 Z85_PATTERN: Final = r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z"
 _CHANNEL: Final = r"^(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,63})\Z"
 _HEAD: Final = (
@@ -116,8 +111,8 @@ _HEAD: Final = (
     "# Public keys only. Keep it writable by its owner alone.\n"
 )
 _MEND: Final = (
-    "no agent is let in until it is right; mend it by hand, or move it away, and then run `weightbus trust add` anew"
-    " for each agent, or put back a copy that was right"
+    "mend it by hand, or move it away, and then run `weightbus trust add` anew for each agent, or put back a copy that"
+    " was right"
 )
 
 
@@ -152,20 +147,46 @@ class AllowListDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         return found
 
 
+class AllowListUnusable(PeerKeyError):
+    """The file cannot be read, or its content is no allow-list: it does not say which agents are trusted."""
+
+
 def read_allow_list(path: Path) -> AllowListDocument:
-    """Read and check the file at `path`. Raises `PeerKeyError` if it is unreadable, invalid or writable by others."""
+    """Read and check the file at `path`, without waiting for a writer of it.
+
+    Raises `AllowListUnusable` if it cannot be read or is invalid, and another `PeerKeyError` if it is missing or other
+    users may write it.
+    """
     try:
-        with path.open("rb") as file:
-            _check_owner(path, os.fstat(file.fileno()))
-            trust = msgspec.convert(tomllib.load(file), AllowListDocument)
+        text = _read(path).decode()
+        if not text.strip():
+            raise AllowListUnusable(path, "is empty, as after a write that was interrupted, expected [agents]", _MEND)
+        trust = msgspec.convert(tomllib.loads(text), AllowListDocument)
         trust.principals()
     except FileNotFoundError as problem:
         raise PeerKeyError(path, "is not there", "make it with `weightbus trust add NAME --role ROLE ...`") from problem
     except OSError as problem:
-        raise PeerKeyError(path, f"cannot be read: {problem.strerror}", _MEND) from problem
-    except ValueError as problem:  # not TOML, not UTF-8, or not what we know
-        raise PeerKeyError(path, explain_invalid_entry(problem), _MEND) from problem
+        raise AllowListUnusable(path, f"cannot be read: {problem.strerror}", _MEND) from problem
+    except (ValueError, RecursionError) as problem:  # not TOML, not UTF-8, or not what we know
+        raise AllowListUnusable(path, explain_invalid_entry(problem), _MEND) from problem
     return trust
+
+
+def _read(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise AllowListUnusable(path, "is a folder, a pipe or a device, expected a regular file", _MEND)
+        _check_owner(path, found)
+        if found.st_size > MOST_BYTES:
+            raise AllowListUnusable(path, f"has {found.st_size} bytes, expected at most {MOST_BYTES}", _MEND)
+        content = bytearray()
+        while len(content) <= MOST_BYTES and (more := os.read(descriptor, MOST_BYTES)):
+            content += more
+        return bytes(content)
+    finally:
+        os.close(descriptor)
 
 
 _ALLOWED: Final[Mapping[str, str]] = {
@@ -247,66 +268,6 @@ def _replace(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-class AllowList:
-    """The file as it is now, re-read when it changes. Thread-safe. Raises nothing: an error is in `problem`."""
-
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path = path
-        self.problem = ""
-        """Reason for which no agent is trusted; empty while the file is valid."""
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._trust = AllowListDocument()
-        self._principals: Mapping[str, Principal] = {}
-        self._stamp: tuple[int, ...] | None = None
-        self._looked_at = clock()
-        self._follow()
-
-    def principals(self, *, fresh: bool = False) -> Mapping[str, Principal]:
-        """Trusted principals by CURVE key; the same object until the file changes. `fresh` looks at the file now."""
-        with self._lock:
-            now = self._clock()
-            if fresh or now >= self._looked_at + RELOAD_S:
-                self._looked_at = now
-                self._follow()
-            return self._principals
-
-    def agents(self) -> Mapping[AgentId, AllowListEntry]:
-        """Entries by agent name, as the file is now."""
-        self.principals(fresh=True)
-        return self._trust.agents
-
-    def expire(self) -> None:
-        """Read the file at the next query, even if unchanged. Takes no lock: safe in a signal handler."""
-        self._looked_at, self._stamp = float("-inf"), None
-
-    def _follow(self) -> None:
-        stamp = _stamp(self.path)
-        if stamp is not None and stamp == self._stamp:
-            return
-        self._stamp, before = stamp, self.problem
-        try:
-            self._trust, self.problem = read_allow_list(self.path), ""
-        except PeerKeyError as error:
-            self._trust, self.problem = AllowListDocument(), str(error)
-        known, self._principals = self._principals, self._trust.principals()
-        kept = {key: known[key] for key, each in self._principals.items() if known.get(key) == each}
-        self._principals = {**self._principals, **kept}  # an unchanged principal stays the same object
-        if self.problem and self.problem != before:
-            get_log(__name__).error("nobody_is_trusted", reason=self.problem)
-        elif before and not self.problem:
-            get_log(__name__).info("trusted_again", agents=len(self._principals))
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Identity of the file's content by its metadata; None if there is no file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
 
 
 def allow_list_rows(agents: Mapping[AgentId, AllowListEntry]) -> list[tuple[str, str, str, str]]:

@@ -46,7 +46,7 @@ from ..protocol import Bye, Heartbeat, JournalUnwritable, RefusalCode, Refused, 
 from ..security import keys_folder
 from .event_loop import EventLoop
 from .http_server import HttpAnswer, HttpPort, Readiness, url_of
-from .metrics import JOURNAL_SECONDS, Metrics, MetricSource, ObservationReporter
+from .metrics import ALLOW_LIST_IN_FORCE, JOURNAL_SECONDS, Metrics, MetricSource, ObservationReporter
 from .settings import CoordinatorSettings
 from .status_page import SECURITY_HEADERS, render_page
 
@@ -65,6 +65,7 @@ class CoordinatorProcess:
     def __init__(self, settings: CoordinatorSettings, journal: Journal | None = None) -> None:
         """`journal`: None opens the SQLite journal of the settings. A given journal is closed by this process too."""
         keys = read_keys(settings)
+        self._keys = keys
         metrics = Metrics(MetricSource.COORDINATOR)
         reporter = ObservationReporter(metrics)
         showing = threading.Lock()
@@ -78,6 +79,7 @@ class CoordinatorProcess:
                 view = self.server.status
                 with showing:
                     reporter.show(view)
+                    metrics.set(ALLOW_LIST_IN_FORCE, float(not self._trust_problem()))
                     reporter.count(bus.connections, bus.throttled)
 
             self.server = EventLoop(
@@ -87,6 +89,7 @@ class CoordinatorProcess:
                 observe=reporter.observe,
                 written=partial(metrics.observe, JOURNAL_SECONDS),
                 keyed=keys is not None,
+                warnings=self.warnings,
             )
             self.http = HttpPort(
                 settings.http_bind,
@@ -94,6 +97,7 @@ class CoordinatorProcess:
                 registry=metrics.registry,
                 refresh=show,
                 readiness=self.readiness,
+                warnings=self.warnings,
                 status=lambda: self.server.status_json,
                 pages={
                     "/": lambda: _page(self.server.status, self.readiness()),
@@ -106,7 +110,6 @@ class CoordinatorProcess:
         self._log = get_log(__name__)
         self._settings = settings
         self._boot = journal.boot
-        self._keys = keys
 
     def run(self) -> None:
         """Serve until `stop`, then release all resources. Raises the error that broke the loop."""
@@ -138,6 +141,13 @@ class CoordinatorProcess:
             self._keys.trust.expire()
         self.server.reload_allow_list()
 
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong around this process, for ``/healthz`` and the status."""
+        return tuple(filter(None, (self._trust_problem(),)))
+
+    def _trust_problem(self) -> str:
+        return "" if self._keys is None else self._keys.trust.problem or self._keys.trust.warning
+
     def readiness(self) -> Readiness:
         """Ready while agents are served and a version could be committed."""
         machine = self.server.machine  # another thread's: single values may be read, nothing may be walked
@@ -145,9 +155,7 @@ class CoordinatorProcess:
         if machine.stopping:
             return Readiness(False, "stopping")
         if self._keys is not None and self._keys.trust.problem:
-            return Readiness(
-                False, "the allow-list cannot be used: no agent is let in until it is right; the log says why"
-            )
+            return Readiness(False, f"no agent is trusted: {self._keys.trust.problem}")
         if machine.read_only:
             return Readiness(False, "the journal takes no writes: nothing is granted until it does")
         if stuck_s > STALLED_S:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final, Generic, TypeVar, assert_never
 
+import msgspec
+
 from ..bus import (
     AckBatcher,
     ConnectionRejected,
@@ -48,6 +50,7 @@ from ..machine import (
     Router,
     SendTo,
     SendToAll,
+    StatusView,
     StopRequested,
     Tick,
     TrustLost,
@@ -89,8 +92,12 @@ class EventLoop:
         written: Callable[[float], None] = lambda _seconds: None,
         clock: Callable[[], float] = time.monotonic,
         keyed: bool = False,
+        warnings: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """`written` is told how long each write took; `keyed`: agents without a trusted key are refused."""
+        """`written` is told how long each write took; `keyed`: agents without a trusted key are refused.
+
+        `warnings` are shown in the status.
+        """
         self.machine = Coordinator(
             limits, journal.boot, Router(), journal.restore(), stride=journal.stride, keyed=keyed
         )
@@ -103,7 +110,8 @@ class EventLoop:
         self._acks = AckBatcher()
         self._stop = threading.Event()
         self._stop_by: float | None = None
-        self._status_snapshot = LoopSnapshot(self.machine.status, clock)
+        self._warnings = warnings
+        self._status_snapshot = LoopSnapshot(self._view, clock)
         self._plan_snapshot = LoopSnapshot(self._plan, clock)
         self._snapshots = (self._status_snapshot, self._plan_snapshot)
         self._received_at = clock()
@@ -119,7 +127,7 @@ class EventLoop:
         """Time at which the last step ended, for the readiness page."""
 
     @property
-    def status(self) -> status.StatusView:
+    def status(self) -> StatusView:
         """Status as of now, written by the loop. Not to be read on the loop's own thread while it runs."""
         return self._status_snapshot.read(self._bus.wake)
 
@@ -132,6 +140,9 @@ class EventLoop:
     def plan_json(self) -> bytes:
         """Transport plan of every channel as JSON. Not to be read on the loop's own thread while it runs."""
         return encode_plan(self._plan_snapshot.read(self._bus.wake))
+
+    def _view(self, now: float) -> StatusView:
+        return msgspec.structs.replace(self.machine.status(now), warnings=self._warnings())
 
     def _plan(self, _now: float) -> PlanView:
         return plan_fleet(self.machine.channels.values(), self.machine.membership)

@@ -86,18 +86,19 @@ class HttpPort:
         readiness: Callable[[], Readiness],
         status: Callable[[], bytes],
         refresh: Callable[[], None] = lambda: None,
+        warnings: Callable[[], Iterable[str]] = tuple,
         pages: Mapping[str, Callable[[], HttpAnswer]] | None = None,
         actions: Mapping[str, Callable[[], Readiness]] | None = None,
     ) -> None:
         """Bind the port; 0 takes a free one.
 
-        `status` returns a JSON document; `refresh` is called before the metrics are read. `pages` maps further paths to
-        functions that make them. `actions` maps paths to functions that a POST calls; the result says whether the
-        action was carried out.
+        `status` returns a JSON document; `refresh` is called before the metrics are read; `warnings` are shown by
+        ``/healthz``, one on each line after the first. `pages` maps further paths to functions that make them.
+        `actions` maps paths to functions that a POST calls; the result says whether the action was carried out.
         """
         gets = {
             "/metrics": lambda: _metrics(registry, refresh),
-            "/healthz": lambda: _text(HTTPStatus.OK, "alive"),
+            "/healthz": lambda: _text(HTTPStatus.OK, "\n".join(("alive", *warnings()))),
             "/readyz": lambda: _ready(readiness()),
             "/status": lambda: HttpAnswer("application/json", status()),
             **(pages or {}),

@@ -123,6 +123,9 @@ TRANSFER_BUCKETS = _declare(_C, _COUNTER, "transfer_buckets_total", "channel tra
 REFUSED = _declare(_C, _COUNTER, "messages_refused_total", "code", "messages that changed nothing, by reason")
 THROTTLED = _declare(_C, _COUNTER, "messages_throttled_total", "agent", "messages dropped unread: their agent floods")
 CONNECTIONS = _declare(_C, _COUNTER, "connections_total", "event", "accepted, established, refused, closed")
+ALLOW_LIST_IN_FORCE = _declare(
+    _C, _GAUGE, "allow_list_in_force", "", "0 while the allow-list is missing, open to others, or cannot be used"
+)
 JOURNAL_WRITABLE = _declare(_C, _GAUGE, "journal_writable", "", "0 while nothing can be made durable")
 JOURNAL_SECONDS = _declare(_C, _HISTOGRAM, "journal_write_seconds", "", "time to make one record durable")
 BOOT = _declare(_C, _GAUGE, "coordinator_boot", "", "grows by one with every start")

@@ -155,6 +155,7 @@ class EngineAgent:
         memory_file = settings.state_dir / f"{settings.name}.memory.json"
         connection = EngineConnection(settings.server, keys, settings.dialect, memory_file)
         self._server = open_engine(settings.engine, connection)
+        self._trust = None if settings.insecure_loopback else AllowList(allow_list_path(settings.keys))
         self._executor = OperationExecutor(
             settings.name,
             self._server,
@@ -162,7 +163,7 @@ class EngineAgent:
             settings.model_path,
             self.metrics,
             proof=settings.verify,
-            trust=None if settings.insecure_loopback else AllowList(allow_list_path(settings.keys)),
+            trust=self._trust,
         )
         self._server.observe(self._executor.called)
         self.metrics.live(SIDECAR_CONNECTED, self._connected)
@@ -211,6 +212,7 @@ class EngineAgent:
             registry=self.metrics.registry,
             readiness=self._readiness,
             status=self._status,
+            warnings=lambda: filter(None, (self._trust.problem or self._trust.warning,) if self._trust else ()),
             actions={"/give-back": self._give_back} if self.settings.gives_back else {},
         )
         self.http_port = http.port

@@ -383,9 +383,11 @@ def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> No
     assert [type(item) for item in found] == [TrustRevoked]
 
 
-def test_broken_list_cuts_every_agent(curve_bus: RouterBus, folder: Path) -> None:
+def test_list_that_others_may_write_cuts_every_agent(curve_bus: RouterBus, folder: Path) -> None:
     """In doubt no agent is trusted; the reason says what is wrong with the file (S7)."""
-    (folder / ALLOW_LIST_FILE).write_text("nonsense")
+    (folder / ALLOW_LIST_FILE).write_text("nonsense")  # an error alone decides nothing
+    assert curve_bus.poll(0.5) == []
+    (folder / ALLOW_LIST_FILE).chmod(0o666)
     (found,) = until(lambda: curve_bus.poll(0.3))  # type: ignore[misc]  # a list of one
     assert isinstance(found, TrustRevoked)
     assert ALLOW_LIST_FILE in found.reason

@@ -1,20 +1,19 @@
-"""The allow-list: followed, and without trust while invalid; and what an engine believes of signed publications."""
+"""The allow-list file, and what an engine believes of signed publications."""
 
 from __future__ import annotations
 
 import hashlib
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-import structlog
 from hypothesis import given, strategies as st
 
 from tests.kit.disk_calls import DiskCalls
 from weightbus.control.bus.sockets import new_keypair
-from weightbus.control.machine.effects import Principal
 from weightbus.control.protocol.errors import PeerKeyError
 from weightbus.control.protocol.messages import (
     AgentId,
@@ -35,9 +34,9 @@ from weightbus.control.protocol.messages import (
 )
 from weightbus.control.security.trust import (
     ALLOW_LIST_FILE,
-    RELOAD_S,
-    AllowList,
+    MOST_BYTES,
     AllowListEntry,
+    AllowListUnusable,
     VerificationFailureKind,
     edit_allow_list,
     read_allow_list,
@@ -150,8 +149,22 @@ def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
         ('"e0"', '"e 0"', "expected a name: up to 64"),
         ('"e0"', '"e0', "line"),
         ("[agents", "\xff", "decode|Invalid|line"),
+        ("[agents", "a = " + "[" * 100_000, "recursion"),
     ],
-    ids=("role", "no-channels", "channel", "short", "same", "signing", "field", "section", "name", "line", "bytes"),
+    ids=(
+        "role",
+        "no-channels",
+        "channel",
+        "short",
+        "same",
+        "signing",
+        "field",
+        "section",
+        "name",
+        "line",
+        "bytes",
+        "deep",
+    ),
 )
 def test_what_is_wrong_is_named(path: Path, old: str, new: str, problem: str) -> None:
     """Nothing is guessed: one wrong entry spoils the list, and the message says which."""
@@ -177,87 +190,30 @@ def test_a_list_that_others_may_write_is_refused(path: Path, monkeypatch: pytest
     assert read_allow_list(path).agents
 
 
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (os.mkfifo, "a folder, a pipe or a device, expected a regular file"),
+        (Path.mkdir, "a folder, a pipe or a device, expected a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "a folder, a pipe or a device, expected a regular file"),
+        (lambda path: path.symlink_to(path), "cannot be read: Too many levels"),
+        (lambda path: path.write_bytes(b"# x\n" * (MOST_BYTES // 4 + 1)), "bytes, expected at most"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+    ],
+    ids=("pipe", "folder", "device", "loop", "huge", "empty"),
+)
+def test_what_is_no_file_is_not_waited_for(path: Path, spoil: Callable[[Path], object], problem: str) -> None:
+    """A pipe without a writer, a device without an end and a huge file are refused at once, with the reason."""
+    path.unlink()
+    spoil(path)
+    with pytest.raises(AllowListUnusable, match=problem):
+        read_allow_list(path)
+
+
 def test_a_missing_list_is_named(tmp_path: Path) -> None:
     """The message says how one is made."""
     with pytest.raises(PeerKeyError, match="weightbus trust add"):
         read_allow_list(tmp_path / ALLOW_LIST_FILE)
-    assert AllowList(tmp_path / ALLOW_LIST_FILE).principals() == {}
-
-
-def test_the_list_is_followed(path: Path) -> None:
-    """A change is seen with the next look, at once when asked to; what did not change is the same object."""
-    now = [0.0]
-    trust = AllowList(path, lambda: now[0])
-    known = trust.principals()
-    assert known[E0.key] == Principal(AgentId("e0"), Role.ENGINE, HERE)
-    with edit_allow_list(path) as agents:
-        del agents["e0"]
-    assert trust.principals() is known
-    assert E0.key not in trust.principals(fresh=True)
-    with edit_allow_list(path) as agents:
-        agents["e0"] = E0
-    assert E0.key not in trust.principals()
-    now[0] = RELOAD_S
-    found = trust.principals()
-    assert E0.key in found
-    assert trust.principals(fresh=True) is found
-
-
-def test_an_unchanged_principal_stays_the_same_object(path: Path) -> None:
-    """A change of one entry leaves the principals of the others the same objects, which are compared by identity."""
-    with edit_allow_list(path) as agents:
-        agents["other"] = msgspec.structs.replace(E0, key="o" * 40)
-    trust = AllowList(path)
-    before = trust.principals()
-    with edit_allow_list(path) as agents:
-        agents["e0"] = msgspec.structs.replace(E0, channels=("elsewhere",))
-    after = trust.principals(fresh=True)
-    assert after["o" * 40] is before["o" * 40]
-    assert after[E0.key].channels == ("elsewhere",)
-
-
-def test_an_invalid_list_trusts_no_agent(path: Path) -> None:
-    """While the file is missing or invalid no agent is let in; the reason is told, and a valid file is used at once.
-
-    (S7)
-    """
-    trust = AllowList(path)
-    good = path.read_bytes()
-    for spoil in (path.unlink, lambda: path.write_text("nonsense")):
-        spoil()
-        assert trust.principals(fresh=True) == {}
-        assert trust.problem
-        path.write_bytes(good)
-        assert set(trust.principals(fresh=True)) == {E0.key, T0.key}
-        assert trust.problem == ""
-    path.chmod(0o666)
-    assert trust.principals(fresh=True) == {}
-
-
-def test_an_invalid_list_is_logged_once(path: Path) -> None:
-    """One log line with the reason, even without a connected agent; and one when the file is valid again."""
-    trust = AllowList(path)
-    good = path.read_bytes()
-    with structlog.testing.capture_logs() as lines:
-        path.write_text("nonsense")
-        for _ in range(3):
-            trust.principals(fresh=True)
-        path.write_bytes(good)
-        trust.principals(fresh=True)
-    assert [(line["event"], line["log_level"]) for line in lines] == [
-        ("nobody_is_trusted", "error"),
-        ("trusted_again", "info"),
-    ]
-    assert str(path) in lines[0]["reason"]
-
-
-def test_a_signal_has_it_read_again(path: Path) -> None:
-    """`expire` (SIGHUP) makes the next look read the file, however it seems."""
-    trust = AllowList(path, lambda: 0.0)
-    with edit_allow_list(path) as agents:
-        del agents["e0"]
-    trust.expire()
-    assert E0.key not in trust.principals()
 
 
 # Signed publications: what an engine believes when the coordinator may not be believed.
