@@ -100,11 +100,26 @@ class ServerSilent(ServerError):
     """No answer within the deadline. The request may still be carried out."""
 
 
-class AnotherGeneration(ServerError):
-    """The server was launched anew since the operation began. Nothing was asked of the new one."""
+class ServerDoubted(ServerError):
+    """The server may be another one than was meant, or did not stay as it was told."""
+
+
+class PauseEnded(ServerDoubted):
+    """The server generates, and was paused."""
 
     def __init__(self, call: str) -> None:
-        super().__init__(call, "not made: the server was launched anew since this operation began")
+        super().__init__(call, "another party let the server generate while it was paused for a version")
+
+
+class AnotherGeneration(ServerDoubted):
+    """The server was launched anew since the operation began, or another one answers at its address.
+
+    Unless `asked`, nothing was asked of the other one.
+    """
+
+    def __init__(self, call: str, *, asked: bool = False) -> None:
+        what = "in doubt whom it met" if asked else "not made"
+        super().__init__(call, f"{what}: the server was launched anew since this operation began")
 
 
 class ServerRefused(ServerError):

@@ -142,6 +142,9 @@ SIDECAR_CONNECTED = _declare(_E, _GAUGE, "sidecar_connected", "", "1 while the c
 PUBLICATIONS_REFUSED = _declare(
     _E, _COUNTER, "sidecar_publications_refused_total", "cause", "versions that no trusted trainer signed for here"
 )
+FOREIGN_ACTS = _declare(
+    _E, _COUNTER, "sidecar_foreign_acts_total", "what", "weights, pauses and resumes of the server by another party"
+)
 CALL_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_call_seconds", "call", "HTTP calls to the server")
 CALL_FAILURES = _declare(_E, _COUNTER, "sidecar_call_failures_total", "call", "HTTP calls that failed")
 STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the engine's time by step of a round")

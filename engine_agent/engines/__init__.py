@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .interface import CALL_S as CALL_S, Engine as Engine, EngineFacts as EngineFacts, Limitation as Limitation
+    from .interface import (
+        CALL_S as CALL_S,
+        Engine as Engine,
+        EngineFacts as EngineFacts,
+        Limitation as Limitation,
+        Sight as Sight,
+    )
     from .local_process import environment_of as environment_of, start_time as start_time
     from .registry import (
         DEFAULT as DEFAULT,

@@ -22,7 +22,7 @@ The calls have counterparts in SGLang's HTTP interface and in vLLM's weight-tran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, Protocol
 
@@ -83,6 +83,16 @@ class Limitation(NamedTuple):
     found: str
     needed: str
     """The change that would lift it."""
+
+
+class Sight(NamedTuple):
+    """What a server reveals of itself at one moment."""
+
+    identity: str
+    """`EngineFacts.identity`; empty where the workers did not answer in time."""
+    label: str
+    generates: bool | None
+    """False for a server that is paused; None where the engine does not tell."""
 
 
 class Observer(Protocol):
@@ -202,10 +212,26 @@ class Engine(EngineServer, Protocol):
         """Look now whether this is the process generation that is pinned, so that `pause` need not."""
         ...
 
+    def confirm(self, call: str, deadline_s: float = CALL_S) -> None:
+        """Raise `AnotherGeneration` unless every call since the pin met the process generation that is pinned.
+
+        For engines whose calls do not tell that by themselves, behind a proxy say. `call` is named in the error.
+        """
+        ...
+
+    def confirm_paused(self, call: str, deadline_s: float = CALL_S) -> None:
+        """Raise `PauseEnded` if another party let the server generate, where such a party could and that shows."""
+        ...
+
+    def confirm_label(self, call: str, deadline_s: float = CALL_S) -> None:
+        """As `confirm`, once the server generates: by its label, without its workers."""
+        ...
+
     def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
         """Stop generating: ``abort`` ends requests, ``retract`` recomputes them afterwards, ``in_place`` keeps them.
 
-        When it returns, any further call finds the server paused. Any process generation may be paused.
+        When it returns, any further call finds the server paused. A server that is too busy to say who it is is paused
+        all the same.
         """
         ...
 
@@ -248,6 +274,25 @@ class Engine(EngineServer, Protocol):
 
     def live_digests(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
         """By rank: the digest of every live parameter under the server's own names."""
+        ...
+
+    # -- watching: from another thread, without changing anything
+
+    def look(self, deadline_s: float) -> Sight:
+        """Return what the server reveals now."""
+        ...
+
+    def answering(self, deadline_s: float) -> set[str]:
+        """Identities that answer at the address, asked over several connections."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Whether live digests may be asked for while the server serves: 0 not, 1 all at once, 2 also of some."""
+        ...
+
+    def sample(self, without: Sequence[str], deadline_s: float) -> list[dict[str, str]]:
+        """By rank: digests of the live parameters whose names contain none of `without`. Predicted by no trainer."""
         ...
 
     # -- memory

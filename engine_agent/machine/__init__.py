@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Commanded as Commanded,
         Effect as Effect,
         Event as Event,
+        ForeignAct as ForeignAct,
         ForgetAnswers as ForgetAnswers,
         Label as Label,
         Note as Note,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         RunOperation as RunOperation,
         ServerFound as ServerFound,
         ServerGone as ServerGone,
+        ServerWatched as ServerWatched,
         StateRecord as StateRecord,
         TimePassed as TimePassed,
         Validate as Validate,
@@ -42,6 +44,6 @@ if TYPE_CHECKING:
         Verify as Verify,
         Welcomed as Welcomed,
     )
-    from .weight_state import WeightState as WeightState
+    from .weight_state import GENERATES as GENERATES, WeightState as WeightState
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

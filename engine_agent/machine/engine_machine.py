@@ -53,6 +53,7 @@ from .events import (
     Commanded,
     Effect,
     Event,
+    ForeignAct,
     ForgetAnswers,
     Label,
     Note,
@@ -71,6 +72,7 @@ from .events import (
     RunOperation,
     ServerFound,
     ServerGone,
+    ServerWatched,
     StateRecord,
     TimePassed,
     Validate,
@@ -94,6 +96,9 @@ AWAKE_S: Final = 5.0
 """Seconds for which a process that stood still reads what it was told meanwhile, before silence counts for it."""
 _TRY_AGAIN_S: Final = 1.0
 """Seconds between two tries to pause or resume a server unasked."""
+_STILLED: Final = (
+    "another party has paused the server, or its health check fails: let it continue (/continue_generation)"
+)
 _REASON: Final = 2000
 """Characters of a reason that are reported."""
 
@@ -109,8 +114,13 @@ class EngineMachine:
         *,
         orphans: OrphanPolicy = OrphanPolicy.WAIT,
         orphaned_s: float = ORPHANED_S,
+        ends_pauses: bool = False,
     ) -> None:
-        """`orphans`: what happens to a verified version once no coordinator was heard of for `orphaned_s`."""
+        """`orphans`: what happens to a verified version once no coordinator was heard of for `orphaned_s`.
+
+        With `ends_pauses` a serving engine that another party has paused is resumed.
+        """
+        self._ends_pauses = ends_pauses
         self.trace: deque[str] = deque(maxlen=TRACE_EVENTS)
         self.weights = w.Weights(self.trace)
         self.up = False
@@ -141,6 +151,8 @@ class EngineMachine:
         self._ticked_at = self._awake_since = 0.0
         self._orphaned = False
         """True while the server may not be clean, and no coordinator was heard of for `orphaned_s`."""
+        self._stilled = ""
+        """Why a clean server that this sidecar has not paused does not generate; empty while it does."""
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -158,7 +170,9 @@ class EngineMachine:
             case ServerFound():
                 effects = self._found(event, now)
             case ServerGone():
-                effects = self._gone(event.reason)
+                effects = self._gone(event)
+            case ServerWatched():
+                effects = self._watched(event, now)
             case TimePassed():
                 effects = self._tick(event.heard_at, now)
             case _:
@@ -188,9 +202,10 @@ class EngineMachine:
 
     def view(self) -> ServerView:
         """The view of the engine now. A server that does not answer counts as holding no version."""
-        health, held = self.health, self.held
-        if not self.up and health is not EngineHealth.DIRTY:
+        health, held, reason = self.health, self.held, self.reason
+        if (not self.up or self._stilled) and health is not EngineHealth.DIRTY:
             health, held = EngineHealth.PENDING, None
+            reason = self._stilled if self.up else reason
         return ServerView(
             up=self.up,
             health=health,
@@ -201,7 +216,8 @@ class EngineMachine:
             reached=self._reached,
             epoch=self.epoch,
             doing=name_of(self._running.operation) if self._running else "",
-            reason=self.reason,
+            reason=reason,
+            operations=self._numbers,
             checkpoint=self._checkpoint,
             orphaned=self._orphaned,
         )
@@ -309,7 +325,7 @@ class EngineMachine:
         if held is None or (held.version, held.table) != (command.version, command.table):
             found = f"version {held.version}" if held else f"no verified version, {self.health.value}: {self.reason}"
             return self._fail(command, Step.COMMIT, f"holds {found}; asked to serve {command.version}")
-        if self.health is EngineHealth.CLEAN and self.paused is False:
+        if self.health is EngineHealth.CLEAN and self.paused is False and not self._stilled:
             return (self._serving(command, 0.0, now),)
         if self.weights.state is WeightState.ORPHANED and self.paused is False:
             self._reached, self.reason = None, ""
@@ -323,8 +339,8 @@ class EngineMachine:
         self._reached = None
         if self.up and self.weights.state is WeightState.ORPHANED:  # a coordinator is back, and never committed it
             return self._run(PauseServer(self._pause_mode, command.deadline_s), command, now)
-        if not self.up or self.health is not EngineHealth.CLEAN:
-            return self._fail(command, Step.RESUME, self.reason)
+        if not self.up or self.health is not EngineHealth.CLEAN or self._stilled:
+            return self._fail(command, Step.RESUME, self.view().reason)
         return self._run(ReleaseServer(None, False, command.deadline_s, look=self.pause_lease.doubted), command, now)
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -378,7 +394,7 @@ class EngineMachine:
             case Verify():
                 return self._verifying_ended(running.operation.command, result, seconds, now)
             case Label(version):
-                return self._labeling_ended(version, result)
+                return self._labeling_ended(version, result, now)
             case ReleaseServer():
                 return self._releasing_ended(running.operation, command, result, seconds, now)
 
@@ -404,6 +420,7 @@ class EngineMachine:
             return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
             self._paused_at = now
+        self._stilled = ""  # it is this sidecar's pause now
         stilled = self._learn(w.ServerPaused(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
@@ -447,7 +464,11 @@ class EngineMachine:
         if not isinstance(result, VerificationPassed):
             reason = result.reason if isinstance(result, OperationFailed) else "the check ended without a proof"
             self.reason = f"version {command.version} was not proven: {reason}"
-            return self._fail(command, Step.VERIFY, reason)
+            doubted = isinstance(result, OperationFailed) and result.doubted
+            return (
+                *(self._learn(w.WeightsForeign(), now) if doubted else ()),
+                *self._fail(command, Step.VERIFY, reason),
+            )
         return self._proven(command, result, seconds, now)
 
     def _proven(self, command: Transfer, result: VerificationPassed, seconds: float, now: float) -> tuple[Effect, ...]:
@@ -458,8 +479,11 @@ class EngineMachine:
         label = self._run(Label(command.version, HOLD_S), None, now)
         return (self._answers.verified(command, result, seconds), *label, *loaded)
 
-    def _labeling_ended(self, version: int, result: Result) -> tuple[Effect, ...]:
-        """A server without its label by now gets it before it is resumed."""
+    def _labeling_ended(self, version: int, result: Result, now: float) -> tuple[Effect, ...]:
+        """A server without its label by now gets it before it is resumed; one that is in doubt does not get so far."""
+        if isinstance(result, OperationFailed) and result.doubted:
+            self.reason = f"version {version} is in doubt: {result.reason}"
+            return (*self._learn(w.WeightsForeign(), now), Note("version_doubted", result.reason))
         if isinstance(result, OperationFailed):
             return (Note("label_failed", result.reason),)
         self._labeled = Version(version)
@@ -469,10 +493,13 @@ class EngineMachine:
         self, release: ReleaseServer, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
         if isinstance(result, OperationFailed):
-            doubted = self._learn(w.WeightsDoubted(), now)  # it may happen all the same, or later
+            # it may happen all the same, or later
+            doubted = self._learn(w.WeightsForeign() if result.doubted else w.WeightsDoubted(), now)
+            self.reason = result.reason if result.doubted else self.reason
             if command is None:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
+        self._stilled = ""
         self.pause_lease.doubted &= not release.look
         if command is None and release.version is not None:
             self.reason = f"serves version {release.version}, verified and not known to be committed"
@@ -528,6 +555,7 @@ class EngineMachine:
             return () if was_up else (Note("server_answers_again"),)
         self.identity = event.identity
         self._prepared = self._reached = self._labeled = self._paused_at = None
+        self._stilled = ""
         self.pause_lease.anew(now)
         self._answers.forget()
         return (*self._shorten(), *self._recognize(event, known, now))
@@ -561,16 +589,44 @@ class EngineMachine:
         self.reason = event.lost if restarted else f"labeled {event.label!r} by another party"
         return (*kept, Note("server_pending", self.reason))
 
-    def _gone(self, reason: str) -> tuple[Effect, ...]:
+    def _gone(self, event: ServerGone) -> tuple[Effect, ...]:
+        before, reason = self.reason, event.reason
+        self.reason = reason if event.answers else f"the server does not answer: {reason}"
         if not self.up:
-            return ()
-        self.up, self.reason = False, f"the server does not answer: {reason}"
+            return () if self.reason == before else (Note("server_lost", reason),)
+        self.up = False
         self._answers.forget()
         reached, self._reached = self._reached, None
         if reached is None or self._running is not None:  # the running operation will fail by itself, and reply
             return (*self._shorten(), Note("server_lost", reason))
         failed = self._answers.lost(self.epoch, reached, self.view().health, self.reason)
         return (failed, Note("server_lost", reason))
+
+    def _watched(self, event: ServerWatched, now: float) -> tuple[Effect, ...]:
+        """Compare what the server reveals with what this sidecar has done to it: the rest is another party's work.
+
+        Weights or a label that this sidecar did not set are an unknown version. A pause leaves the weights as they are:
+        the engine is not ready before it generates, and an operator may have meant it. A server that must not generate
+        and does is paused again.
+        """
+        if not self.up or self._running is not None or event.number != self._numbers:
+            return ()
+        if event.changed and self.weights.state not in {WeightState.UNKNOWN, WeightState.DIRTY}:
+            self.reason, self._labeled, self._stilled = event.changed, None, ""
+            return (*self._learn(w.WeightsForeign(), now), ForeignAct("weights", event.changed))
+        if event.generates is True and self.paused is True:
+            return (*self._learn(w.WeightsDoubted(), now), ForeignAct("resume", f"it was paused: {self.weights}"))
+        if event.generates is True and self._stilled:
+            self._stilled = ""
+            return (Note("server_generates_again"),)
+        if event.generates is False and self.paused is False:
+            return self._stilled_by_another(now)
+        return ()
+
+    def _stilled_by_another(self, now: float) -> tuple[Effect, ...]:
+        told = () if self._stilled else (ForeignAct("pause", _STILLED),)
+        self._stilled = _STILLED
+        return (*told, *(self._unasked(ReleaseServer(None, False, HOLD_S), now) if self._ends_pauses else ()))
 
     # -- without a command ---------------------------------------------------------------------------------------------
 
@@ -646,6 +702,8 @@ class ServerView(msgspec.Struct, frozen=True):
     epoch: Epoch
     doing: str
     reason: str
+    operations: int = 0
+    """Operations that this sidecar has begun."""
     memory_released: bool = msgspec.field(default=False, name="lent")
     """True if the server has released the memory of its weights, or is about to."""
     checkpoint: str = ""
@@ -835,6 +893,8 @@ def trace_line(event: Event) -> str:
             return f"operation {number} ended, {type(result).__name__}{broken}"
         case ServerFound(identity, label):
             return f"the server is {identity}, labeled {label!r}"
+        case ServerWatched(_, generates, changed):
+            return f"the server was looked at: generates {generates}, {changed or 'unchanged'}"
         case ServerGone(reason):
             return f"the server is gone: {reason}"
         case _:

@@ -125,6 +125,8 @@ class OperationFailed(msgspec.Struct, frozen=True):
 
     reason: str
     dirty: bool = False
+    doubted: bool = False
+    """True if calls may have met another server than was meant, or one that another party let generate meanwhile."""
 
 
 Result = OperationDone | Received | VerificationPassed | OperationFailed
@@ -167,9 +169,22 @@ class ServerFound(msgspec.Struct, frozen=True):
 
 
 class ServerGone(msgspec.Struct, frozen=True):
-    """The server does not answer."""
+    """The server does not answer, or must not be used."""
 
     reason: str
+    answers: bool = False
+    """True if it answers all the same."""
+
+
+class ServerWatched(msgspec.Struct, frozen=True):
+    """What the server revealed while no operation of this sidecar ran."""
+
+    number: int
+    """Number of the last operation that had begun when the look began: a later one makes it worthless."""
+    generates: bool | None = None
+    """False if it is paused; null where it does not tell."""
+    changed: str = ""
+    """What shows that another party changed its weights or its label; empty where nothing does."""
 
 
 class TimePassed(msgspec.Struct, frozen=True):
@@ -178,7 +193,7 @@ class TimePassed(msgspec.Struct, frozen=True):
     heard_at: float
 
 
-Event = Commanded | Welcomed | Operated | ServerFound | ServerGone | TimePassed
+Event = Commanded | Welcomed | Operated | ServerFound | ServerGone | ServerWatched | TimePassed
 
 # -- effects, carried out in this order -------------------------------------------------------------------------------
 
@@ -223,4 +238,11 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Effect = Remember | Answer | ForgetAnswers | RunOperation | Cancel | Note
+class ForeignAct(msgspec.Struct, frozen=True):
+    """Another party did something to the server: `what` (weights, pause, resume) is counted, and both are logged."""
+
+    what: str
+    detail: str
+
+
+Effect = Remember | Answer | ForgetAnswers | RunOperation | Cancel | Note | ForeignAct

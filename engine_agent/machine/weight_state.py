@@ -81,6 +81,10 @@ class WeightsDoubted(msgspec.Struct, frozen=True):
     """A call was lost: whether the server generates is not known."""
 
 
+class WeightsForeign(msgspec.Struct, frozen=True):
+    """Another party changed the weights or the label, or the calls of an operation may have met another server."""
+
+
 class TransferBegan(msgspec.Struct, frozen=True):
     """`version` is about to be received."""
 
@@ -121,6 +125,7 @@ WeightEvent = (
     | ServerLaunched
     | ServerPaused
     | WeightsDoubted
+    | WeightsForeign
     | TransferBegan
     | WeightsUnchanged
     | WeightsDirtied
@@ -137,6 +142,7 @@ _O = WeightState.ORPHANED
 TABLE: Final[Mapping[type[WeightEvent], Mapping[WeightState, tuple[WeightState, ...]]]] = {
     ServerPaused: {_U: (_U,), _C: (_P,), _P: (_P,), _D: (_D,), _L: (_L,), _S: (_P,), _O: (_L,)},
     WeightsDoubted: {_U: (_U,), _C: (_C,), _P: (_C,), _T: (_T,), _D: (_D,), _L: (_L,), _S: (_S,), _O: (_O,)},
+    WeightsForeign: {_U: (_U,), _C: (_U,), _P: (_U,), _D: (_D,), _L: (_D,), _S: (_U,), _O: (_D,)},
     TransferBegan: {_U: (_T,), _P: (_T,), _D: (_T,), _L: (_T,)},
     WeightsUnchanged: {_T: (_U, _P, _D, _L)},
     WeightsDirtied: {_T: (_D,), _D: (_D,), _U: (_D,)},
@@ -200,6 +206,8 @@ class Weights:
                 self.paused = True
             case WeightsDoubted():
                 self.paused = None
+            case WeightsForeign():
+                self.paused, self.held = None, None
             case TransferBegan():
                 self._before, self.held, self.taking = before, None, event.version
             case WeightsUnchanged():

@@ -50,6 +50,7 @@ from weightbus.control.protocol import (
 )
 from weightbus.control.security import AllowList, agent_key_files, allow_list_path
 from weightbus.control.server import (
+    FOREIGN_ACTS,
     SERVER_PAUSED,
     SERVER_UP,
     SIDECAR_CONNECTED,
@@ -70,12 +71,14 @@ from weightbus.dataplane.transports import Receiver, ReceiverContext, registry a
 from ..engines import Engine, EngineConnection, EngineFacts, open_engine, start_time
 from ..errors import EngineAgentError, ServerError, ServerInUse, ServerSilent
 from ..machine import (
+    GENERATES,
     Answer,
     Cancel,
     Commanded,
     Effect,
     EngineMachine,
     Event,
+    ForeignAct,
     ForgetAnswers,
     Note,
     Operated,
@@ -96,6 +99,7 @@ from .file_resync import FileResync
 from .memory_release import MemoryRelease, Noticed
 from .operation_executor import OperationExecutor
 from .prerecording import Prerecorder
+from .server_watch import Calm, ServerWatch, WeightSampler
 from .settings import EngineAgentSettings, check_trust, read_keys
 from .topology import opened_by, places_of, places_on, topology_of
 
@@ -109,6 +113,15 @@ _TELL_S: Final = 5.0
 """Seconds between two lines of the log while the coordinator does not answer at the start."""
 _WORKERS_S: Final = 0.2
 """Seconds between two looks whether all workers live, where they can be seen."""
+_SEVERAL_S: Final = 30.0
+"""An address that led to several servers is used again when one alone has answered for so long."""
+_SEVERAL: Final = (
+    "several servers answer at its address, as behind a balancer: give this agent the address of one of them"
+)
+_NO_ADMIN_KEY: Final = (
+    "any client of the server may load, pause, release and resume its weights: give the server --admin-api-key KEY, and"
+    " this agent --admin-api-key-file FILE with the same key"
+)
 _START_S: Final = 3.0
 """A server that starts answers its health check with 503 at once; one that is paused does not answer it at all."""
 _CLOSE_S: Final = 5.0
@@ -173,6 +186,7 @@ class EngineAgent:
             self._records.read(),
             orphans=settings.orphaned,
             orphaned_s=settings.orphaned_s,
+            ends_pauses=settings.ends_pauses,
         )
         self._writer = StateWriter(self._records.write)
         self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
@@ -182,7 +196,13 @@ class EngineAgent:
         self._view = self._machine.view()
         self._operations: queue.SimpleQueue[RunOperation | Callable[[], None] | None] = queue.SimpleQueue()
         self._reply_sender = ReplySender(lambda: self._bus, settings.name)
-        self._monitor = ServerMonitor(self._server, self._events.put, settings.poll_s)
+        self._errands = 0
+        """Errands of the worker thread for other parts of the sidecar: counted when one begins, and when it ends."""
+        sampler = WeightSampler(self._server, lambda: (self._executor.loads, self._executor.proven))
+        watch = ServerWatch(
+            self._server, self._calm, self._events.put, settings.watch_s, sampler if settings.watch_weights else None
+        )
+        self._monitor = ServerMonitor(self._server, self._events.put, settings.poll_s, watch=watch)
         self._file_resync = FileResync(settings.saved_dir, settings, self._executor) if settings.saved_dir else None
         self._memory_release = MemoryRelease(self._server, self._events.put, self._records.read)
         self._prerecorder = Prerecorder(
@@ -201,6 +221,8 @@ class EngineAgent:
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
         for setting, advice in exposed.items():
             self._log.warning("key_file_exposed", setting=setting, reason=advice)
+        if not keys.admin:
+            self._log.warning("server_without_admin_key", reason=_NO_ADMIN_KEY)
 
     def run(self) -> None:
         """Serve until `stop`. Raises the error that made it impossible to go on."""
@@ -401,6 +423,9 @@ class EngineAgent:
                 self._executor.cancel(effect.number)
             case Note():
                 self._log.info(effect.event, detail=effect.detail)
+            case ForeignAct():
+                self.metrics.add(FOREIGN_ACTS, what=effect.what)
+                self._log.warning("server_touched_by_another_party", what=effect.what, detail=effect.detail)
             case _:
                 assert_never(effect)
 
@@ -462,7 +487,11 @@ class EngineAgent:
             if run is None:
                 return
             if not isinstance(run, RunOperation):
-                run()
+                self._errands += 1
+                try:
+                    run()
+                finally:
+                    self._errands += 1
                 continue
             result = self._executor.perform(run.operation, run.identity, run.number)
             self._events.put(Operated(run.number, result))
@@ -481,6 +510,13 @@ class EngineAgent:
         except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
             if not self._stopping.is_set() and bus is self._bus:
                 self._events.put(_Stop(error))
+
+    def _calm(self) -> Calm | None:
+        view, errands = self._view, self._errands
+        if view.doing or not view.up or errands % 2:
+            return None
+        serves = view.weights in GENERATES and not view.paused and not view.memory_released
+        return Calm(view.operations, errands, self._server.facts.identity, serves)
 
     def _receiver(self, kind: str) -> Receiver:
         given = self.settings
@@ -685,8 +721,9 @@ class ServerMonitor:
         report: Callable[[ServerFound | ServerGone], None],
         poll_s: float = 1.0,
         timeout_s: float = 5.0,
+        watch: ServerWatch | None = None,
     ) -> None:
-        self._server = server
+        self._server, self._watch = server, watch
         self._report = report
         self._poll_s = poll_s
         self._timeout_s = timeout_s
@@ -695,6 +732,10 @@ class ServerMonitor:
         """Start time of each worker of this process generation, by process id."""
         self._up = False
         self._misses = 0
+        self._past: set[str] = set()
+        """Process generations that were followed by another one."""
+        self._several = ("", 0.0)
+        """The last one that was found at an address that leads to several, and until when that is taken for granted."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="server-watch", daemon=True)
         self.failure: BaseException | None = None
@@ -733,9 +774,16 @@ class ServerMonitor:
         try:
             if not self._up or self._process_ended() or self._server.label(self._timeout_s) != self._server.last_label:
                 self._find()
+            elif self._watch is not None and self._watch.due:
+                self._watch_it(self._watch)
             self._misses = 0
         except ServerError as error:
             self._missed(error)
+
+    def _watch_it(self, watch: ServerWatch) -> None:
+        sight = watch.look(self._timeout_s)
+        if sight is not None and self._known is not None and sight.identity not in {"", self._known.identity}:
+            self._find()
 
     def _process_ended(self) -> bool:
         process = self._known.process if self._known else None
@@ -756,11 +804,30 @@ class ServerMonitor:
     def _find(self) -> None:
         """Read the facts. A new process generation counts once its start is over: pausing its warm-up would end it."""
         facts = self._server.identify(self._timeout_s)
+        if self._is_one_of_several(facts):
+            self._up = False
+            self._report(ServerGone(_SEVERAL, answers=True))
+            return
         if self._known is None or facts.identity != self._known.identity:
+            if self._known is not None:
+                self._past.add(self._known.identity)
             self._started()
             self._workers = dict(self._server.workers())
         self._known, self._up = facts, True
         self._report(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
+
+    def _is_one_of_several(self, facts: EngineFacts) -> bool:
+        """Whether the address leads to several servers, as behind a balancer: then no call can be meant for one.
+
+        An earlier process generation that is back after a later one shows it, and so do several connections.
+        """
+        now, (last, until) = time.monotonic(), self._several
+        known = self._known is not None and facts.identity == self._known.identity
+        if facts.identity != last and (facts.identity in self._past or now < until):
+            self._several = facts.identity, now + _SEVERAL_S
+        elif not known and self._server.answering(self._timeout_s) != {facts.identity}:
+            return True
+        return now < self._several[1]
 
     def _started(self) -> None:
         try:

@@ -56,7 +56,9 @@ class MemoryRelease:
         """Release the memory, once the record says that this server holds no version. Runs on the worker thread."""
         self.begun = True
         try:
+            self._server.pin(self._server.facts.identity)
             facts = self._server.prepare_release()
+            self._server.pin(facts.identity)
             self._write_off(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
             self._server.release_memory()
         except Exception as error:  # noqa: BLE001 - carried to the thread that asked

@@ -61,7 +61,16 @@ from weightbus.dataplane.transports import (
 from weightbus.dataplane.transports.disk import SavedReceiver, SavedVersion
 
 from ..engines import CALL_S, Engine
-from ..errors import CalledOff, EngineAgentError, NotTrusted, ServerError, ServerSilent, UnfitManifest, WrongWeights
+from ..errors import (
+    CalledOff,
+    EngineAgentError,
+    NotTrusted,
+    ServerDoubted,
+    ServerError,
+    ServerSilent,
+    UnfitManifest,
+    WrongWeights,
+)
 from ..machine import (
     Label,
     Operation,
@@ -143,6 +152,10 @@ class OperationExecutor:
         """The receiver of the last version, and the process generation: its call may not have returned yet."""
         self._remark = ""
         self._worker_health = WorkerHealth(server)
+        self.loads = 0
+        """Receptions begun: the live digests from before one tell nothing after it."""
+        self.proven: tuple[int, list[dict[str, str]]] = 0, []
+        """`loads` at the last proof by live digests, and those."""
         self.copied: Manifest | None = None
         """Of the last version that was copied straight into the parameters and is served."""
         self._copied: Manifest | None = None
@@ -159,7 +172,8 @@ class OperationExecutor:
             if isinstance(error, NotTraceable):
                 self._server.mark_unrecordable(str(error))
             self._worker_health.learn(error, identity)
-            result = OperationFailed(str(error) or type(error).__name__, self._left_dirty(operation))
+            doubted = isinstance(error, ServerDoubted)
+            result = OperationFailed(str(error) or type(error).__name__, self._left_dirty(operation), doubted)
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
             result = OperationFailed(f"{type(error).__name__}: {error}", self._left_dirty(operation))
@@ -234,11 +248,16 @@ class OperationExecutor:
             case Receive(command, folder):
                 return self._receive(command, folder)
             case Verify(command, checked):
-                return self._verify(command, checked=checked)
+                proven = self._verify(command, checked=checked)
+                self._server.confirm("the transfer")
+                return proven
             case Label(version, deadline_s):
                 if self._server.updating:
                     self._settle(min(deadline_s, CALL_S))
                 self._server.set_label(str(version), min(deadline_s, CALL_S))
+                # The coordinator commits meanwhile: requests do not wait for these questions.
+                self._server.confirm("/update_weight_version", min(deadline_s, CALL_S))
+                self._server.confirm_paused("/update_weight_version", min(deadline_s, CALL_S))
             case ReleaseServer():
                 self._release(operation)
         return OperationDone()
@@ -342,6 +361,7 @@ class OperationExecutor:
 
     def _receive(self, command: Transfer, folder: str) -> Result:
         until = time.monotonic() + command.deadline_s
+        self.loads += 1
         self._settle_quietly(command.deadline_s)
         self._server.clear_dirty()
         session = self._session(command, folder)
@@ -424,7 +444,9 @@ class OperationExecutor:
         wanted = (self._server.digest_algorithm, self._server.tp)
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
         if live is not None:
-            compare(live.parameters, self._server.live_digests(proof_s(layout.nbytes)))
+            found = self._server.live_digests(proof_s(layout.nbytes))
+            compare(live.parameters, found)
+            self.proven = self.loads, found
             return VerificationPassed("live-digest")
         if checked:
             return VerificationPassed("bucket-digest")
@@ -450,6 +472,7 @@ class OperationExecutor:
         if release.flush:
             self._server.flush(max(until - time.monotonic(), 0.001))
         self._server.resume(min(release.deadline_s, CALL_S))
+        self._server.confirm_label("/continue_generation", min(release.deadline_s, CALL_S))
         self.copied = self._copied
         if release.look:
             self._server.generates(min(release.deadline_s, LOOK_S))

@@ -119,6 +119,20 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ORPHANED_S
     dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
     poll_s: Annotated[Wait, Meta(description="how often the server is looked at")] = 1.0
+    watch_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="a change of the server by another party takes it off the ready list in this time; 0: never",
+        ),
+    ] = 5.0
+    watch_weights: Annotated[
+        bool, Meta(description="... also by digests of some live weights at a time, where the server gives them")
+    ] = True
+    ends_pauses: Annotated[
+        bool, Meta(description="let a server continue that another party paused while it served")
+    ] = False
     start_timeout_s: Annotated[Wait, Meta(description="how long server and coordinator are waited for")] = 1800.0
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO

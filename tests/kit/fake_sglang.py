@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +80,7 @@ class FakeSGLang:
         self._seen: Counter[str] = Counter()
         self._http: _Http | None = None
         self._resumed = threading.Condition()
+        self._replace_in = 0
 
     @property
     def url(self) -> str:
@@ -89,16 +91,25 @@ class FakeSGLang:
 
     def start(self) -> FakeSGLang:
         """Launch: a new identity, launch weights, label ``default``, nothing paused."""
-        self.weights = FakeWeights(self.checkpoint, self.tp)
-        self.label, self.session, self.mode, self.running = "default", False, "", 0
-        self.model_path = str(self.checkpoint)
-        self.lent: set[str] = set()
-        self.seed, self.started = random.SystemRandom().randint(0, 2**30), time.time()
+        self._launch()
         handler = type("Handler", (_Handler,), {"fake": self})
         self._http = _Http(("127.0.0.1", self.port), handler)
         self.port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         return self
+
+    def _launch(self) -> None:
+        self.weights = FakeWeights(self.checkpoint, self.tp)
+        self.label, self.session, self.mode, self.running = "default", False, "", 0
+        self.model_path = str(self.checkpoint)
+        self.lent: set[str] = set()
+        self.seed, self.started = random.SystemRandom().randint(0, 2**30), time.time()
+
+    def replace(self, at: int = 0) -> None:
+        """Launch again behind a proxy of HTTP: connections stay. At once, or before the POST number `at` from now."""
+        self._replace_in = at
+        if not at:
+            self._launch()
 
     def die(self) -> None:
         """Like kill -9: connections break, nothing is answered, the weights are gone."""
@@ -137,6 +148,9 @@ class FakeSGLang:
         """Carry out one request. Raises `Refusal` or `ServerDied`."""
         if method == "POST":
             self.calls.append(path)
+            self._replace_in -= 1
+            if not self._replace_in:
+                self._launch()
         fault = self.fault(path)
         if fault == "die":
             raise ServerDied(path)
@@ -162,6 +176,14 @@ class FakeSGLang:
         return ""
 
     health_generate = health
+
+    def ready(self, _: dict[str, Any]) -> str:
+        """Without its workers; older releases have no such route."""
+        if not self.dialect.tells_ready:
+            raise Refusal(404, "Not Found")
+        if self.starting or self.mode:
+            raise Refusal(503, "")
+        return ""
 
     def server_info(self, _: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -221,9 +243,16 @@ class FakeSGLang:
     def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
         if body["action"] != "checksum" or not self.dialect.cpu_checksums:
             raise Refusal(400, "Torch not compiled with CUDA enabled")
-        one = [{"checksums": self.weights.checksums(rank)} for rank in range(self.tp)]
+        if "weights" in self.lent:
+            raise ServerDied("an illegal memory access: the weights are given back")
+        without = body.get("skip_tensor_list") or () if self.dialect.partial_checksums else ()
+        one = [{"checksums": self._checksums(rank, without)} for rank in range(self.tp)]
         ranks = one * self.dp  # its front asks the schedulers of all replicas
         return {"success": True, "message": "Success.", "ranks": ranks}
+
+    def _checksums(self, rank: int, without: Iterable[str]) -> dict[str, str]:
+        found = self.weights.checksums(rank)
+        return {name: digest for name, digest in found.items() if not any(part in name for part in without)}
 
     def release_memory_occupation(self, body: dict[str, Any]) -> None:
         """Of a server that is busy: its end."""
@@ -387,7 +416,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.die()
 
     def _allowed(self, path: str) -> bool:
-        if path.startswith(("/health", "/metrics")):
+        if path.startswith(("/health", "/ready", "/metrics")):
             return True
         admin = path in ADMIN
         key = (self.fake.admin_key or self.fake.api_key) if admin else self.fake.api_key

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,12 +21,13 @@ import torch
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import SharedBucket
 from weightbus.engine_agent.engines import checkpoint_spec
-from weightbus.engine_agent.engines.interface import CALL_S, EngineFacts, Limitation, Observer
+from weightbus.engine_agent.engines.interface import CALL_S, EngineFacts, Limitation, Observer, Sight
 from weightbus.engine_agent.engines.local_process import start_time
 from weightbus.engine_agent.engines.registry import EngineConnection
 from weightbus.engine_agent.errors import (
     AnotherGeneration,
     NothingToGive,
+    PauseEnded,
     ServerRefused,
     ServerSilent,
     ServerUnreachable,
@@ -130,8 +131,8 @@ class MemoryEngine(LoopbackServer):
         self._call("identify")
         facts = self._facts()
         if facts.identity != self.launch:
-            self._dirty, self._dead = False, ""
-        self.facts, self.last_label, self.launch = facts, facts.label, facts.identity
+            self._dirty, self._dead, self.last_label = False, "", facts.label
+        self.facts, self.launch = facts, facts.identity
         return facts
 
     def pin(self, identity: str) -> None:
@@ -213,6 +214,35 @@ class MemoryEngine(LoopbackServer):
 
     def look_ahead(self, deadline_s: float = CALL_S) -> None:
         assert deadline_s > 0
+
+    def confirm(self, call: str, deadline_s: float = CALL_S) -> None:
+        assert call, deadline_s
+        self._call("confirm", of_one_generation=True)
+
+    def confirm_paused(self, call: str, deadline_s: float = CALL_S) -> None:
+        assert deadline_s > 0
+        if not self.mode:
+            raise PauseEnded(call)
+
+    def confirm_label(self, call: str, deadline_s: float = CALL_S) -> None:
+        self.confirm(call, deadline_s)
+
+    def look(self, deadline_s: float) -> Sight:
+        assert deadline_s > 0
+        self._call("look")
+        return Sight(self._facts().identity, self._label, not self.mode)
+
+    def answering(self, deadline_s: float) -> set[str]:
+        assert deadline_s > 0
+        return {self._facts().identity}
+
+    samples = 2
+
+    def sample(self, without: Sequence[str], deadline_s: float) -> list[dict[str, str]]:
+        return [
+            {name: digest for name, digest in rank.items() if not any(part in name for part in without)}
+            for rank in self.live_digests(deadline_s)
+        ]
 
     def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
         assert deadline_s > 0

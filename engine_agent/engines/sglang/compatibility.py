@@ -53,13 +53,20 @@ class Dialect(msgspec.Struct, frozen=True):
     """weights_checker knows the action ``checksum``."""
     cpu_checksums: bool = False
     """... and it works where there is no GPU."""
+    partial_checksums: bool = False
+    """... and takes names that it leaves out."""
+    tells_ready: bool = False
+    """/ready answers 503 to a server that is paused, without asking its workers."""
 
 
 DIALECTS: Final = (
     Dialect("0.5.11", (0, 5, 11), (0, 5, 11), checksums=False),
-    Dialect("0.5.12", (0, 5, 12), (0, 5, 20)),
-    Dialect("0.5.21", (0, 5, 21), (0, 5, 22), sessions=True),
-    Dialect("0.5.23", (0, 5, 23), (0, 5, 23), sessions=True, cpu_checksums=True),
+    Dialect("0.5.12", (0, 5, 12), (0, 5, 19)),
+    Dialect("0.5.20", (0, 5, 20), (0, 5, 20), tells_ready=True),
+    Dialect("0.5.21", (0, 5, 21), (0, 5, 22), sessions=True, partial_checksums=True, tells_ready=True),
+    Dialect(
+        "0.5.23", (0, 5, 23), (0, 5, 23), sessions=True, cpu_checksums=True, partial_checksums=True, tells_ready=True
+    ),
 )
 _KNOWN: Final = "0.5.11 to 0.5.23"
 _RELEASE: Final = re.compile(r"^(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?$")

@@ -1,6 +1,7 @@
 """One HTTP call to the server: deadline, keys, and an error that says what happened without repeating the payload."""
 
 import contextlib
+import enum
 import json
 import socket
 import ssl
@@ -27,6 +28,8 @@ MAX_ANSWER: Final = 256 << 20
 _CONNECT_S: Final = 5.0
 _IDLE_S: Final = 5.0
 """A connection that was idle for so long is not used again: servers close theirs by then."""
+_BOUND_IDLE_S: Final = 4.0
+"""The same for bound connections: one that a server closes just then fails an operation."""
 
 
 def authorization(keys: Keys, *, admin: bool) -> dict[str, str]:
@@ -39,8 +42,29 @@ def authorization(keys: Keys, *, admin: bool) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+class Way(enum.Enum):
+    """The connection that a call may take."""
+
+    ANY = enum.auto()
+    """Any: a call that changes nothing, or that may meet any process generation."""
+    NEW = enum.auto()
+    """A new connection for this call alone."""
+    BINDING = enum.auto()
+    """A bound connection, or a new one that is bound from now on: the call that finds out where it leads."""
+    BOUND = enum.auto()
+    """A bound connection and no other. Raises `NotBound` before anything is sent where there is none."""
+
+
+class NotBound(Exception):
+    """No bound connection is open and free. Nothing was sent."""
+
+
 class HttpClient:
-    """Calls one server. May be used from several threads."""
+    """Calls one server. May be used from several threads.
+
+    A TCP connection that stays open leads to one process: calls on connections that were opened by a `Way.BINDING` call
+    meet the process that answered it, or fail. (Not behind a proxy that forwards each request by itself.)
+    """
 
     def __init__(self, url: str, keys: Keys) -> None:
         self.url = url.rstrip("/")
@@ -48,31 +72,54 @@ class HttpClient:
         # httpx's own transport without httpx, which is half of a call: three calls are made while requests wait.
         # It takes no proxy from the environment: the server is near, and its payloads must not leave the host.
         self._network = TimedNetwork()
-        self._pool = httpcore.ConnectionPool(
-            max_connections=100, keepalive_expiry=_IDLE_S, network_backend=self._network
-        )
+        self._pool = self._new_pool(_IDLE_S)
+        self._bound = self._new_pool(_BOUND_IDLE_S)
+        self._earlier: list[httpcore.ConnectionPool] = []
+        """Pools of connections that were bound, with calls under way."""
         self._vain = ""
         self.observer: Observer | None = None
 
-    def get(self, path: str, deadline_s: float) -> dict[str, object]:
+    def _new_pool(self, idle_s: float) -> httpcore.ConnectionPool:
+        return httpcore.ConnectionPool(max_connections=100, keepalive_expiry=idle_s, network_backend=self._network)
+
+    def unbind(self) -> None:
+        """No connection that is open now counts as bound any more. A call under way on one goes on."""
+        before, self._bound = self._bound, self._new_pool(_BOUND_IDLE_S)
+        busy = [each for each in before.connections if not each.is_idle()]
+        self._earlier = [each for each in self._earlier if each.connections]
+        if busy:
+            self._earlier.append(before)
+        else:
+            before.close()
+
+    @property
+    def bound(self) -> bool:
+        """Whether a bound connection is open and free."""
+        return any(each.is_idle() and not each.has_expired() for each in self._bound.connections)
+
+    def get(self, path: str, deadline_s: float, way: Way = Way.ANY) -> dict[str, object]:
         """The JSON object at `path`, by GET with the API key."""
-        return _object(path, self._call("GET", path, None, deadline_s, admin=False))
+        return _object(path, self._call("GET", path, None, deadline_s, admin=False, way=way))
+
+    def status(self, path: str, deadline_s: float) -> int:
+        """The HTTP status of `path`, by GET with the API key."""
+        return self._request("GET", path, None, deadline_s, admin=False, way=Way.ANY).status
 
     def alive(self, path: str, deadline_s: float) -> None:
         """GET `path` and take any answer but 200 for a failure."""
         self._call("GET", path, None, deadline_s, admin=False)
 
-    def admin(self, path: str, body: Mapping[str, object], deadline_s: float) -> dict[str, object]:
+    def admin(self, path: str, body: Mapping[str, object], deadline_s: float, way: Way = Way.ANY) -> dict[str, object]:
         """POST `body` with the admin key. An answer that says ``success: false`` is a failure whatever its status."""
-        response = self._call("POST", path, body, deadline_s, admin=True)
+        response = self._call("POST", path, body, deadline_s, admin=True, way=way)
         answer = _object(path, response)
         if answer.get("success", True) is not True:
             raise ServerRefused(path, response.status, _reason(response))
         return answer
 
-    def post(self, path: str, body: Mapping[str, object] | None, deadline_s: float) -> None:
+    def post(self, path: str, body: Mapping[str, object] | None, deadline_s: float, way: Way = Way.ANY) -> None:
         """POST `body` with the admin key; the answer's content does not matter."""
-        self._call("POST", path, body, deadline_s, admin=True)
+        self._call("POST", path, body, deadline_s, admin=True, way=way)
 
     def give_up(self, why: str) -> None:
         """The server's workers answer no more: end all calls, and make none by POST until `trust`."""
@@ -88,24 +135,35 @@ class HttpClient:
     def close(self) -> None:
         """Drop the connections. Calls under way end: a thread in one would keep the process until its deadline."""
         self.give_up("the agent ends")
-        self._pool.close()
+        for pool in (self._pool, self._bound, *self._earlier):
+            pool.close()
 
     def _call(
-        self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        deadline_s: float,
+        *,
+        admin: bool,
+        way: Way = Way.ANY,
     ) -> httpcore.Response:
-        started, failed = time.monotonic(), True
+        started, failed, made = time.monotonic(), True, True
         try:
-            response = self._request(method, path, body, deadline_s, admin=admin)
+            response = self._request(method, path, body, deadline_s, admin=admin, way=way)
             failed = response.status != HTTPStatus.OK
+        except NotBound:
+            made = False
+            raise
         finally:
-            if self.observer is not None:
+            if self.observer is not None and made:
                 self.observer(path.lstrip("/"), time.monotonic() - started, failed=failed)
         if failed:
             raise ServerRefused(path, response.status, _reason(response))
         return response
 
     def _request(
-        self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
+        self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool, way: Way
     ) -> httpcore.Response:
         if self._vain and method != "GET":
             raise ServerUnreachable(path, f"not made: {self._vain}")
@@ -116,9 +174,10 @@ class HttpClient:
             headers.append(("Content-Type", "application/json"))
         left = max(deadline_s, 0.001)
         limits = {"connect": min(left, _CONNECT_S), "read": left, "write": left, "pool": left}
+        pool = self._pool if way is Way.ANY else self._new_pool(0.0) if way is Way.NEW else self._bound
         try:
-            with self._network.call(left, MAX_ANSWER):
-                return self._pool.request(
+            with self._network.call(left, MAX_ANSWER, connects=way is not Way.BOUND):
+                return pool.request(
                     method, self.url + path, headers=headers, content=content, extensions={"timeout": limits}
                 )
         except TooLong as error:
@@ -130,6 +189,9 @@ class HttpClient:
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol) as error:
             why = self._vain or str(error)[:MAX_REASON] or type(error).__name__
             raise ServerUnreachable(path, f"the connection broke before an answer came ({why})") from error
+        finally:
+            if way is Way.NEW:
+                pool.close()
 
 
 def _object(path: str, response: httpcore.Response) -> dict[str, object]:
@@ -170,6 +232,8 @@ class _Budget(threading.local):
     until = float("inf")
     room = 0
     most = 0
+    connects = True
+    """False in a call for which no new connection may be made."""
 
     def left(self, timeout: float | None, late: type[Exception]) -> float:
         """Seconds for the next step, `timeout` at most. Raises `late` when there are none."""
@@ -191,13 +255,17 @@ class TimedNetwork(httpcore.SyncBackend):
         self._budget = _Budget()
 
     @contextlib.contextmanager
-    def call(self, seconds: float, most_bytes: int) -> Generator[None]:
-        """Within, calls of this thread end after `seconds`, and read `most_bytes` at most, or raise `TooLong`."""
+    def call(self, seconds: float, most_bytes: int, *, connects: bool = True) -> Generator[None]:
+        """Within, calls of this thread end after `seconds`, and read `most_bytes` at most, or raise `TooLong`.
+
+        Unless one `connects`, it raises `NotBound` where it would need a new connection.
+        """
         self._budget.until, self._budget.room, self._budget.most = time.monotonic() + seconds, most_bytes, most_bytes
+        self._budget.connects = connects
         try:
             yield
         finally:
-            self._budget.until = float("inf")
+            self._budget.until, self._budget.connects = float("inf"), True
 
     def connect_tcp(
         self,
@@ -208,6 +276,8 @@ class TimedNetwork(httpcore.SyncBackend):
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.NetworkStream:
         """As httpcore's own."""
+        if not self._budget.connects:
+            raise NotBound
         failure: Exception = httpcore.ConnectError(f"{host} has no address")
         for *_, address in _addresses(host, port):  # each of them within what is left, not one after the other
             left = self._budget.left(timeout, httpcore.ConnectTimeout)

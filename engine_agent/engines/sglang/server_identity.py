@@ -63,7 +63,7 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
     architectures = model_info.get("architectures")
     process = listener(url)
     return ServerFacts(
-        identity=_identity(server_info, process),
+        identity=identity_of(server_info, process),
         generation=_generation(server_info),
         version=str(server_info.get("version", "")),
         tp=_integer(server_info, "tp_size"),
@@ -114,7 +114,8 @@ def _integer(info: Mapping[str, object], key: str) -> int:
     return value if isinstance(value, int) and value > 0 else 1
 
 
-def _identity(server_info: Mapping[str, object], process: tuple[int, int] | None) -> str:
+def identity_of(server_info: Mapping[str, object], process: tuple[int, int] | None) -> str:
+    """`EngineFacts.identity` by the answer of /server_info and the process behind the port."""
     seen = {key: server_info.get(key) for key in ("random_seed", "startup_time", "version")}
     content = msgspec.json.encode([seen, process], order="deterministic")
     return hashlib.sha256(content).hexdigest()[:32]

@@ -1,5 +1,11 @@
 """One SGLang server over HTTP: `Engine` in the dialect of its version.
 
+Calls that change the server are bound to the process generation that is pinned. SGLang takes no token of it with a
+call, so the connection is what binds: it stays open only to the process that it was opened to. Where the agent sees
+that the process behind the port is the server itself, it looks at that process before and after each call. Elsewhere
+/server_info is asked first on each connection that such calls take, and again by `confirm`, for the sake of a proxy
+that forwards each request by itself.
+
 Calls are made in the order in which they are asked for, each with its own deadline; nothing is decided here. The server
 reports neither whether a weight-update session is open nor which memory it has released, so both are kept here.
 """
@@ -9,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final, TypeVar
@@ -21,18 +27,27 @@ from weightbus.dataplane.tensors import Manifest, TensorSpec
 from weightbus.dataplane.transports import Address, SharedBucket
 from weightbus.dataplane.transports.distributed import StoreProxy
 
-from ...errors import AnotherGeneration, NothingToGive, ServerError, ServerRefused, ServerSilent, StateUnreadable
+from ...errors import (
+    AnotherGeneration,
+    NothingToGive,
+    PauseEnded,
+    ServerError,
+    ServerRefused,
+    ServerSilent,
+    ServerUnreachable,
+    StateUnreadable,
+)
 from ...state_file import write_durably
 from .. import checkpoint_spec
-from ..interface import CALL_S, Engine, Limitation, Observer
+from ..interface import CALL_S, Engine, Limitation, Observer, Sight
 from ..local_process import loopback_of, start_time, workers_of
 from ..registry import EngineConnection, Keys
 from . import compatibility
 from .compatibility import Dialect, dialect_of
 from .group_watchdog import GroupWatchdog
-from .http_client import HttpClient
+from .http_client import HttpClient, NotBound, Way
 from .pickle_payload import LOAD_FORMAT, LOADER, invitation, serialized
-from .server_identity import WORKER, ServerFacts, facts_of
+from .server_identity import WORKER, ServerFacts, facts_of, identity_of
 
 LIVE_ON_CPU: Final = "sglang-sha256-8"
 """Digests that weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
@@ -44,7 +59,15 @@ _FLUSH_STEP_S: Final = 0.1
 _LEFT: Final = 256
 """More than a session has groups: one for each stage of a pipeline."""
 _LOOK_S: Final = 0.5
-"""How long a look at the process generation holds good. A server needs seconds from its start to its first answer."""
+"""Deadline of the question before a pause: it is not put off for a server that is busy."""
+_BINDINGS: Final = 3
+"""Tries to find a connection for one call: a server closes idle ones when it likes."""
+_HEALTH_S: Final = 1.8
+"""A server that generates answers its health check after one second."""
+_HEALTH_AGAIN_S: Final = 20.0
+"""A paused server works on each health check for so long."""
+_OTHERS: Final = 4
+"""Connections over which a new address is asked who answers: a balancer that takes turns shows with the second."""
 
 
 class SGLangServer:
@@ -56,6 +79,7 @@ class SGLangServer:
         """`memory` knows what the server has released; without one nothing outlives this object."""
         self.url = url
         self._memory = memory or MemoryOccupation()
+        self._guarded = bool(keys and keys.admin)
         self._wire = HttpClient(url, keys or Keys())
         self._watchdog = GroupWatchdog(url, keys or Keys())
         self._override = dialect
@@ -71,8 +95,10 @@ class SGLangServer:
         self._opens = ("", "")
         """Identity of a process generation, and where memory lies that its workers open."""
         self._pinned = ""
-        self._looked_at = float("-inf")
-        """When the server was last found to be the process generation that is pinned."""
+        self._seen = ("", False)
+        """Identity of a process generation, and whether the process behind the port was seen to be the server."""
+        self._health_at = float("-inf")
+        """When a health check of a server that is not ready was last begun."""
         self.last_label = ""
         """The label as `identify` read it or `set_label` set it."""
 
@@ -86,12 +112,14 @@ class SGLangServer:
         reason = self._unrecordable[1] if self._unrecordable[0] == identity else ""
         facts = msgspec.structs.replace(facts, identity=identity, undefined=self._memory.undefined, unrecordable=reason)
         self._dialect = dialect_of(facts.version, self._override)
-        if self._facts is not None and self._facts.identity != facts.identity:
+        known = self._facts is not None and self._facts.identity == facts.identity
+        if self._facts is not None and not known:
             self._session, self._dirty = False, False
             self._cut()
             self._wire.trust()
+        if not known:
+            self.last_label = facts.label
         self._facts = facts
-        self.last_label = facts.label
         return facts
 
     def abandon(self, reason: str) -> None:
@@ -101,7 +129,8 @@ class SGLangServer:
     def pin(self, identity: str) -> None:
         """Change this process generation and no other from now on; an empty `identity` means any."""
         if identity != self._pinned:
-            self._pinned, self._looked_at = identity, float("-inf")
+            self._pinned = identity
+            self._wire.unbind()
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every call."""
@@ -200,7 +229,10 @@ class SGLangServer:
 
     def answers(self, deadline_s: float = CALL_S) -> None:
         """Raise `ServerError` unless its workers answer. A paused server's do."""
-        self._wire.get("/server_info", deadline_s)
+        if self._pinned:
+            self._bind("/server_info", deadline_s)  # the same question
+        else:
+            self._wire.get("/server_info", deadline_s)
 
     def generates(self, deadline_s: float = CALL_S) -> None:
         """Raise `ServerError` unless its workers generate something now. A paused server does not."""
@@ -219,27 +251,30 @@ class SGLangServer:
     # -- pausing and labeling
 
     def look_ahead(self, deadline_s: float = CALL_S) -> None:
-        """Look now whether this is the process generation that is pinned. After a failed look `pause` looks itself."""
-        if self._pinned:
+        """Bind a connection now, so that no call of the pause that follows has to ask."""
+        if self._pinned and not self._is_seen() and not self._wire.bound:
             with contextlib.suppress(ServerError):
-                self._look(min(deadline_s, _LOOK_S))
+                self._bind("/pause_generation", min(deadline_s, _LOOK_S))
 
     def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
         """pause_generation: when it returns, any further call finds the server paused.
 
-        Any process generation may be paused. The look at it is made while the server still generates, unless
-        `look_ahead` made one a moment ago: the calls which follow at once, and are for one generation only, need not
-        look then while requests wait. A look that fails keeps no server from its pause: those calls look themselves.
+        A question that is not answered in time keeps no server from its pause: the calls that follow ask then.
         """
-        if time.monotonic() >= self._looked_at + _LOOK_S / 2:  # the other half is for the calls that follow
-            self.look_ahead(deadline_s)
-        self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
+        path, body, way = "/pause_generation", {"mode": mode}, Way.ANY
+        if self._pinned and not self._is_seen() and not self._wire.bound:
+            try:
+                self._bind(path, min(deadline_s, _LOOK_S))
+            except AnotherGeneration:
+                raise
+            except ServerError:
+                return self._wire.post(path, body, deadline_s, way)
+        return self._bound(path, deadline_s, lambda left, way: self._wire.post(path, body, left, way))
 
     def resume(self, deadline_s: float = CALL_S) -> None:
         """continue_generation, with all memory. Harmless when nothing is paused."""
-        self._check_generation("/continue_generation", deadline_s)
         self.resume_memory(deadline_s)
-        self._wire.admin("/continue_generation", {"torch_empty_cache": False}, deadline_s)
+        self._admin("/continue_generation", {"torch_empty_cache": False}, deadline_s)
 
     def flush(self, deadline_s: float = CALL_S) -> None:
         """flush_cache until it succeeds: it is refused while a request runs, and a retract takes its time."""
@@ -247,7 +282,7 @@ class SGLangServer:
         refused: ServerRefused | None = None
         while (left := until - time.monotonic()) > 0 or refused is None:
             try:
-                return self._wire.post("/flush_cache", None, max(left, 0.001))
+                return self._post("/flush_cache", None, max(left, 0.001))
             except ServerRefused as error:
                 refused = error
             except ServerSilent:
@@ -259,10 +294,88 @@ class SGLangServer:
 
     def set_label(self, label: str, deadline_s: float = CALL_S) -> None:
         """update_weight_version, without aborting requests (its default would)."""
-        self._check_generation("/update_weight_version", deadline_s)
-        body = {"new_version": label, "abort_all_requests": False}
-        self._wire.admin("/update_weight_version", body, deadline_s)
+        self._admin("/update_weight_version", {"new_version": label, "abort_all_requests": False}, deadline_s)
         self.last_label = label
+
+    def confirm(self, call: str, deadline_s: float = CALL_S) -> None:
+        """See `Engine`. Asks nothing where the process behind the port is seen to be the server."""
+        if self._pinned:
+            self._require_pinned(call, asked=True)
+            if not self._is_seen():
+                self._bind(call, deadline_s, asked=True)
+
+    def confirm_paused(self, call: str, deadline_s: float = CALL_S) -> None:
+        """See `Engine`. Not asked where an admin key keeps strangers out, or where SGLang does not tell."""
+        if not self._guarded and self.dialect.tells_ready and self._ready(deadline_s):
+            raise PauseEnded(call)
+
+    def confirm_label(self, call: str, deadline_s: float = CALL_S) -> None:
+        """See `Engine`. Asks nothing where the process behind the port is seen to be the server.
+
+        Another launch has another label than a version's. The label is answered without the scheduler, which has
+        requests to work on by now.
+        """
+        if not self._pinned or self._is_seen():
+            return
+        info = self._bound("/model_info", deadline_s, lambda left, way: self._wire.get("/model_info", left, way))
+        if str(info.get("weight_version", "")) != self.last_label:
+            self._wire.unbind()
+            raise AnotherGeneration(call, asked=True)
+
+    # -- watching
+
+    @property
+    def samples(self) -> int:
+        """See `Engine`. Servers that move experts change their own weights."""
+        facts, dialect = self.facts, self.dialect
+        able = dialect.checksums if facts.device == "cuda" else dialect.cpu_checksums
+        if not able or facts.moves_experts or self._memory.released:
+            return 0
+        return 2 if dialect.partial_checksums else 1
+
+    def sample(self, without: Sequence[str], deadline_s: float) -> list[dict[str, str]]:
+        """By rank: digests of the live parameters whose names have none of the parts `without`."""
+        body: dict[str, object] = {"action": "checksum"}
+        if without:
+            body["skip_tensor_list"] = list(without)
+        return _checksums(self._wire.admin("/weights_checker", body, deadline_s))
+
+    def look(self, deadline_s: float) -> Sight:
+        """See `Engine`. A server whose scheduler does not answer in time has no identity in the answer."""
+        identity, facts = self.facts.identity, self.facts
+        if not self._is_seen():
+            try:
+                info = self._wire.get("/server_info", deadline_s)
+                identity = self._memory.known_as(identity_of(info, facts.process))
+            except ServerSilent:
+                identity = ""
+        generates = self._generates(deadline_s) if self.dialect.tells_ready else None
+        return Sight(identity, self.label(deadline_s), generates)
+
+    def answering(self, deadline_s: float) -> set[str]:
+        """See `Engine`."""
+        facts = self.facts
+        if self._is_seen():
+            return {facts.identity}
+        said = [self._wire.get("/server_info", deadline_s, Way.NEW) for _ in range(_OTHERS)]
+        return {self._memory.known_as(identity_of(info, facts.process)) for info in said}
+
+    def _generates(self, deadline_s: float) -> bool:
+        """Whether it is ready. SGLang also answers 503 while its last health check got no answer: that is repeated."""
+        if self._ready(deadline_s):
+            return True
+        if time.monotonic() < self._health_at + _HEALTH_AGAIN_S:
+            return False
+        self._health_at = time.monotonic()
+        try:
+            self._wire.alive("/health", min(deadline_s, _HEALTH_S))
+        except ServerError:
+            return False
+        self._health_at = float("-inf")
+        return True
+
+    def _ready(self, deadline_s: float) -> bool:
+        return self._wire.status("/ready", deadline_s) == HTTPStatus.OK
 
     # -- memory
 
@@ -279,7 +392,7 @@ class SGLangServer:
             )
         if self._memory.released:
             raise NothingToGive(f"the server has given {', '.join(self._memory.released)} back already")
-        self._wire.admin("/pause_generation", {"mode": "abort"}, deadline_s)
+        self.pause("abort", deadline_s)
         self._memory.begin_release()
         return self.identify(deadline_s)
 
@@ -287,7 +400,7 @@ class SGLangServer:
         """release_memory_occupation, of everything. After `prepare_release`: a server that is not idle ends by it."""
         self._memory.note_released()
         try:
-            self._wire.post("/release_memory_occupation", {"tags": list(TAGS)}, deadline_s)
+            self._post("/release_memory_occupation", {"tags": list(TAGS)}, deadline_s)
         except ServerRefused:
             for tag in TAGS:
                 self._memory.note_resumed(tag)
@@ -306,7 +419,7 @@ class SGLangServer:
     def _resume_memory(self, tags: Sequence[str], deadline_s: float) -> None:
         for tag in self._memory.released:
             if tag in tags:
-                self._wire.post("/resume_memory_occupation", {"tags": [tag]}, deadline_s)
+                self._post("/resume_memory_occupation", {"tags": [tag]}, deadline_s)
                 self._memory.note_resumed(tag)
 
     # -- weights
@@ -341,9 +454,7 @@ class SGLangServer:
 
     def live_digests(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
         """By rank: the digest of every live parameter under SGLang's own names."""
-        answer = self._wire.admin("/weights_checker", {"action": "checksum"}, deadline_s)
-        ranks = _read("/weights_checker", answer.get("ranks"), list[_Rank])
-        return [{name: str(value) for name, value in rank.checksums.items()} for rank in ranks]
+        return _checksums(self._admin("/weights_checker", {"action": "checksum"}, deadline_s))
 
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
         """update_weights_from_tensor with a bucket that every rank maps by itself."""
@@ -362,14 +473,13 @@ class SGLangServer:
         """
         started = time.monotonic()
         path = "/update_weights_from_tensor"
-        self._check_generation(path, deadline_s)
         self._begin_update(deadline_s)
         body: dict[str, object] = {
             "serialized_named_tensors": invitation(socket, self.tp),
             "load_format": LOADER,
             "flush_cache": False,
         }
-        self._wire.admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001))
+        self._admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001))
 
     def load_broadcast(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
         """update_weights_from_distributed; the group's rank 0 broadcasts the packed tensors meanwhile."""
@@ -388,10 +498,12 @@ class SGLangServer:
 
         The load format is named, because a server that was started with ``--load-format dummy`` refuses its own.
         """
-        self._check_generation("/update_weights_from_disk", deadline_s)
-        self._dirty = True
-        body = {"model_path": path, "load_format": "auto", "flush_cache": False}
-        self._wire.admin("/update_weights_from_disk", body, deadline_s)
+        self._admin(
+            "/update_weights_from_disk",
+            {"model_path": path, "load_format": "auto", "flush_cache": False},
+            deadline_s,
+            touches=True,
+        )
 
     def join_group(self, address: Address, rank_offset: int, deadline_s: float) -> None:
         """init_weights_update_group. Stops the server's scheduler until the whole group has come, or `leave_group`."""
@@ -404,7 +516,7 @@ class SGLangServer:
             "group_name": address.group,
             "backend": address.backend,
         }
-        self._wire.admin(_JOIN, body, deadline_s)
+        self._admin(_JOIN, body, deadline_s)
 
     def leave_group(self, group: str, deadline_s: float) -> None:
         """destroy_weights_update_group; no error when the server is not in it (an agent before us may have left it).
@@ -427,7 +539,7 @@ class SGLangServer:
         """Close the session, if one is open. Does not tell whether the updates in it worked."""
         if self._session:
             self._session = False
-            self._wire.admin("/end_weight_update", {}, deadline_s)
+            self._admin("/end_weight_update", {}, deadline_s)
 
     def close(self) -> None:
         """Drop the connections."""
@@ -460,40 +572,86 @@ class SGLangServer:
 
     def _update(self, path: str, body: dict[str, object], deadline_s: float) -> None:
         started = time.monotonic()
-        self._check_generation(path, deadline_s)
         self._begin_update(deadline_s)
-        self._dirty = True
-        self._wire.admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001))
-
-    def _check_generation(self, path: str, deadline_s: float) -> None:
-        """Raise `AnotherGeneration` unless the server is still the process generation that is pinned.
-
-        A server that was launched anew generates from weights of its own: a bucket or a label would make them lie. The
-        sidecar may have been stopped while that happened, so the look comes right before the call, unless the last one
-        was a moment ago, in which no server can have been started.
-        """
-        if self._pinned and time.monotonic() >= self._looked_at + _LOOK_S and not self._look(deadline_s):
-            raise AnotherGeneration(path)
-
-    def _look(self, deadline_s: float) -> bool:
-        """Whether it is. Another generation shows by its process, where that can be seen, and by its label."""
-        process, now = self.facts.process, time.monotonic()
-        ended = process is not None and start_time(process[0]) != process[1]
-        if ended or self.facts.identity != self._pinned or self.label(min(deadline_s, CALL_S)) != self.last_label:
-            return False
-        self._looked_at = now
-        return True
+        self._admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001), touches=True)
 
     def _begin_update(self, deadline_s: float) -> None:
         """Open a session where the dialect has them. One left open by an agent that died is closed first."""
         if self._session or not self.dialect.sessions:
             return
         try:
-            self._wire.admin("/begin_weight_update", {}, min(deadline_s, CALL_S))
+            self._admin("/begin_weight_update", {}, min(deadline_s, CALL_S))
         except ServerRefused:
-            self._wire.admin("/end_weight_update", {}, min(deadline_s, CALL_S))
-            self._wire.admin("/begin_weight_update", {}, min(deadline_s, CALL_S))
+            self._admin("/end_weight_update", {}, min(deadline_s, CALL_S))
+            self._admin("/begin_weight_update", {}, min(deadline_s, CALL_S))
         self._session = True
+
+    # -- one process generation
+
+    def _admin(
+        self, path: str, body: Mapping[str, object], deadline_s: float, *, touches: bool = False
+    ) -> dict[str, object]:
+        """A call to the pinned process generation. `touches`: weights count as changed once it may have arrived."""
+
+        def make(left_s: float, way: Way) -> dict[str, object]:
+            before, self._dirty = self._dirty, self._dirty or touches
+            try:
+                return self._wire.admin(path, body, left_s, way)
+            except NotBound:
+                self._dirty = before
+                raise
+
+        return self._bound(path, deadline_s, make)
+
+    def _post(self, path: str, body: Mapping[str, object] | None, deadline_s: float) -> None:
+        self._bound(path, deadline_s, lambda left, way: self._wire.post(path, body, left, way))
+
+    def _bound(self, path: str, deadline_s: float, make: Callable[[float, Way], _Answer]) -> _Answer:
+        """Make a call that meets the process generation that is pinned, or raise `AnotherGeneration` instead.
+
+        A server that was launched anew generates from weights of its own: a bucket or a label would make them lie. The
+        sidecar may have been stopped while that happened.
+        """
+        if not self._pinned:
+            return make(deadline_s, Way.ANY)
+        self._require_pinned(path)
+        if self._is_seen():
+            answer = make(deadline_s, Way.ANY)
+            self._require_pinned(path, asked=True)
+            return answer
+        until = time.monotonic() + deadline_s
+        for _ in range(_BINDINGS):
+            try:
+                return make(max(until - time.monotonic(), 0.001), Way.BOUND)
+            except NotBound:
+                self._bind(path, max(min(until - time.monotonic(), CALL_S), 0.001))
+        raise ServerUnreachable(path, "the server closes every connection")
+
+    def _require_pinned(self, path: str, *, asked: bool = False) -> None:
+        """Raise `AnotherGeneration` where it is known without a question that the pinned one is gone."""
+        process = self.facts.process
+        if self.facts.identity != self._pinned or (process is not None and start_time(process[0]) != process[1]):
+            raise AnotherGeneration(path, asked=asked)
+
+    def _bind(self, path: str, deadline_s: float, *, asked: bool = False) -> None:
+        """Ask who answers, on a bound connection or one that is bound from now on. Raises `AnotherGeneration`."""
+        self._require_pinned(path, asked=asked)
+        try:
+            info = self._wire.get("/server_info", deadline_s, Way.BINDING)
+        except ServerError:
+            self._wire.unbind()
+            raise
+        if self._memory.known_as(identity_of(info, self.facts.process)) != self._pinned:
+            self._wire.unbind()
+            raise AnotherGeneration(path, asked=asked)
+
+    def _is_seen(self) -> bool:
+        """Whether the process behind the port is the server: its workers are below it, so that it forwards nothing."""
+        facts = self.facts
+        if self._seen[0] != facts.identity:
+            process = facts.process
+            self._seen = facts.identity, process is not None and bool(workers_of(process[0], WORKER))
+        return self._seen[1]
 
 
 def open_engine(connection: EngineConnection) -> Engine:
@@ -515,6 +673,11 @@ class _Rank(msgspec.Struct):
     """Digests of one rank, in the answer of /weights_checker."""
 
     checksums: dict[str, str | int]
+
+
+def _checksums(answer: Mapping[str, object]) -> list[dict[str, str]]:
+    ranks = _read("/weights_checker", answer.get("ranks"), list[_Rank])
+    return [{name: str(value) for name, value in rank.checksums.items()} for rank in ranks]
 
 
 def _read(path: str, answer: object, kind: type[_Answer]) -> _Answer:
@@ -571,6 +734,11 @@ class MemoryOccupation:
         if launch != self._content.launch:
             self._content = _Released(launch)
         return f"{launch}+{self._content.times}" if self._content.times else launch
+
+    def known_as(self, launch: str) -> str:
+        """As `identity_of`, without forgetting anything."""
+        times = self._content.times if launch == self._content.launch else 0
+        return f"{launch}+{times}" if times else launch
 
     def begin_release(self) -> None:
         """The weights are about to be released: from now on `identity_of` gives another identity. Raises OSError."""

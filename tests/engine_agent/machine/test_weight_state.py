@@ -24,6 +24,7 @@ from weightbus.engine_agent.machine.weight_state import (
     Weights,
     WeightsDirtied,
     WeightsDoubted,
+    WeightsForeign,
     WeightState,
     WeightsUnchanged,
 )
@@ -32,6 +33,7 @@ SEVEN = HeldVersion(version=Version(7), manifest=Digest("a" * 64), table=Digest(
 EVENTS: tuple[WeightEvent, ...] = (
     ServerPaused(),
     WeightsDoubted(),
+    WeightsForeign(),
     TransferBegan(Version(8)),
     WeightsUnchanged(),
     WeightsDirtied(),

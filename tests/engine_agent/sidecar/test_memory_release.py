@@ -44,11 +44,19 @@ class Sidecar:
         self.seen: list[bool] = []
         self.giving = MemoryRelease(cast("Any", self), self.post, lambda: self.record)
 
+    facts = SimpleNamespace(identity="launch")
+
+    def pin(self, identity: str) -> None:
+        """Calls are for one process generation: for the one before the release, and then for the one after it."""
+        self.pinned = identity
+
     def prepare_release(self) -> SimpleNamespace:
+        assert self.pinned == "launch"
         self.done.append("given up")
         return SimpleNamespace(identity="launch+1", label="7", model_path="m", undefined=True)
 
     def release_memory(self) -> None:
+        assert self.pinned == "launch+1"
         if self.refuses:
             raise ServerUnreachable("/release_memory_occupation", "no answer")
         self.done.append("given back")

@@ -1,7 +1,7 @@
 """The contract on the fake, for every dialect; and what the client makes of failures that only the fake can have."""
 
-import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,14 @@ import pytest
 from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.engines.sglang import sglang_server as sglang
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
-from weightbus.engine_agent.errors import AnotherGeneration, ServerRefused, ServerSilent, ServerUnreachable
+from weightbus.engine_agent.errors import (
+    AnotherGeneration,
+    PauseEnded,
+    ServerError,
+    ServerRefused,
+    ServerSilent,
+    ServerUnreachable,
+)
 
 from ....kit import tiny_model
 from ....kit.fake_sglang import FakeSGLang
@@ -49,12 +56,7 @@ def bench(
     """A fake of some version and number of ranks."""
     version, tp = request.param
     server = FakeSGLang(checkpoints[0], version, tp).start()
-
-    def again() -> None:
-        server.restart()
-        made.server._looked_at = float("-inf")  # a launch takes longer than a look holds good, but for the fake's
-
-    made = SGLangBench(server.url, *checkpoints, tmp_path_factory.mktemp("run"), again)
+    made = SGLangBench(server.url, *checkpoints, tmp_path_factory.mktemp("run"), server.restart)
     yield made
     made.close()
     server.stop()
@@ -64,65 +66,145 @@ class TestFakeServer(SGLangContract):
     """The fake keeps the contract."""
 
 
-def test_a_launch_is_looked_at_before_the_pause_and_not_again_at_once(
+def test_a_connection_is_asked_once_where_it_leads(fake: FakeSGLang) -> None:
+    """Calls that change the server take only connections of which that is known, and ask nothing more (N37)."""
+    server = SGLangServer(fake.url)
+    server.pin(server.identify(5).identity)
+    calls = calls_of(server)
+    server.look_ahead(5)
+    server.pause("in_place", 5)
+    server.set_label("7", 5)
+    server.flush(5)
+    server.resume(5)
+    assert calls == ["server_info", "pause_generation", "update_weight_version", "flush_cache", "continue_generation"]
+    server.close()
+
+
+def test_a_connection_that_has_ended_is_replaced_by_one_that_is_asked_again(fake: FakeSGLang) -> None:
+    """Servers close idle connections; the next one may lead to another launch (N37)."""
+    server = SGLangServer(fake.url)
+    server.pin(server.identify(5).identity)
+    server.pause("in_place", 5)
+    assert fake._http is not None
+    fake._http.hang_up()
+    calls = calls_of(server)
+    server.set_label("7", 5)
+    assert calls == ["server_info", "update_weight_version"]
+    server.close()
+
+
+def test_every_call_that_changes_a_server_is_for_the_launch_that_was_meant(fake: FakeSGLang) -> None:
+    """Pause, label, cache, memory, weights, proof: the server that took its place gets none of it (G1, N37)."""
+    server = SGLangServer(fake.url)
+    server.pin(server.identify(5).identity)
+    server.pause("in_place", 5)
+    fake.restart()
+    fake.calls.clear()
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: server.pause("retract", 5),
+        lambda: server.set_label("8", 5),
+        lambda: server.flush(1),
+        lambda: server.resume(5),
+        lambda: server.live_digests(5),
+        lambda: server.load_checkpoint("/x", 5),
+        lambda: server.load_broadcast("group", (), 5),
+        lambda: server.load_direct("/socket", 5),
+        lambda: server.confirm("the transfer", 5),
+        lambda: server.prepare_release(5),
+    )
+    for call in calls:
+        with pytest.raises(AnotherGeneration):
+            call()
+    assert not fake.calls
+    assert not server.dirty
+    server.close()
+
+
+def test_a_process_that_is_seen_to_be_the_server_is_asked_nothing(
     fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While requests wait, nothing is asked that was answered a moment ago; later it is asked again."""
+    """Its workers are below the process behind the port, so nothing is between: that process lives, or it does not."""
+    monkeypatch.setattr(sglang, "workers_of", lambda _pid, _name: {1: 1})
     server = SGLangServer(fake.url)
     server.pin(server.identify(5).identity)
-    server.pause("in_place", 5)
-    calls: list[str] = []
-
-    def note(call: str, _: float, *, failed: bool) -> None:
-        assert not failed
-        calls.append(call)
-
-    server.observe(note)
-    server.set_label("7", 5)
-    server.resume(5)
-    assert calls == ["update_weight_version", "continue_generation"]
-    monkeypatch.setattr(sglang, "_LOOK_S", 0.0)
-    server.resume(5)
-    assert calls[2:] == ["model_info", "continue_generation"]
-    server.close()
-
-
-@pytest.mark.parametrize("other", [False, True])
-def test_a_launch_that_was_looked_at_ahead_is_paused_at_once(fake: FakeSGLang, *, other: bool) -> None:
-    """Another launch is paused all the same, but gets nothing that was meant for this one."""
-    server = SGLangServer(fake.url)
-    server.pin(server.identify(5).identity)
-    server.set_label("7", 5)
-    if other:
-        fake.restart()
-    server.pin("")
-    server.pin(server.facts.identity)
     calls = calls_of(server)
-
-    server.look_ahead(5)
     server.pause("in_place", 5)
-
-    assert calls == ["model_info", *(["model_info"] if other else []), "pause_generation"]
-    with pytest.raises(AnotherGeneration) if other else contextlib.nullcontext():
+    server.set_label("7", 5)
+    server.confirm("the transfer", 5)
+    server.resume(5)
+    server.confirm_label("the resume", 5)
+    assert calls == ["pause_generation", "update_weight_version", "continue_generation"]
+    monkeypatch.setattr(sglang, "start_time", lambda _pid: None)
+    with pytest.raises(AnotherGeneration):
         server.set_label("8", 5)
-    assert fake.label == ("default" if other else "8")
+    assert fake.label == "7"
     server.close()
 
 
-def test_a_look_of_long_ago_is_repeated_before_the_pause(fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round may be long prepared before it pauses an engine; what follows the pause must not have to look."""
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.23"])
+def test_a_launch_behind_a_proxy_is_found_out_wherever_it_comes(
+    checkpoints: tuple[Path, Path], tmp_path: Path, version: str
+) -> None:
+    """At any call of a version the server is another one: the version fails before it counts as served (F33, N37)."""
+    fake = FakeSGLang(checkpoints[0], version).start()
+    bench = SGLangBench(fake.url, *checkpoints, tmp_path)
+    server = bench.server
+
+    def take() -> None:
+        server.pin("")
+        server.pin(server.identify(5).identity)
+        server.pause("in_place", 5)
+        bench.load(checkpoints[1])
+        server.confirm("the transfer", 5)
+        server.set_label("7", 5)
+        server.confirm("the label", 5)
+        server.flush(5)
+        server.resume(5)
+        server.confirm_label("the resume", 5)
+
+    take()
+    calls = len(fake.calls)
+    assert calls > 6
+    for number in range(1, calls + 1):
+        fake.replace()
+        fake.replace(number)
+        with pytest.raises(ServerError):
+            take()
+    bench.close()
+    fake.stop()
+
+
+def test_a_balancer_is_found_out_before_anything_is_changed(fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers take turns at one address: the first look at it shows both (F34)."""
     server = SGLangServer(fake.url)
-    server.pin(server.identify(5).identity)
-    calls = calls_of(server)
-    server.look_ahead(5)
-    looked_at = server._looked_at
-    monkeypatch.setattr(server, "_looked_at", looked_at - sglang._LOOK_S * 3 / 4)
-
-    server.pause("in_place", 5)
-    server.resume(5)
-
-    assert calls == ["model_info", "model_info", "pause_generation", "continue_generation"]
+    server.identify(5)
+    assert server.answering(5) == {server.facts.identity}
+    seeds, told = itertools.cycle((1, 2)), fake.server_info
+    monkeypatch.setattr(fake, "server_info", lambda body: told(body) | {"random_seed": next(seeds)})
+    assert len(server.answering(5)) == 2
     server.close()
+
+
+def test_a_server_tells_whether_it_generates(fake: FakeSGLang) -> None:
+    """/ready, which is 503 as well after a health check that got no answer: that is asked again (N57)."""
+    server = SGLangServer(fake.url)
+    server.identify(5)
+    assert server.look(5) == (server.facts.identity, "default", True)
+    fake.pause_generation({"mode": "retract"})
+    assert server.look(5).generates is False
+    server.confirm_paused("the label", 5)
+    fake.continue_generation({})
+    fake.inject("/ready", "refuse")
+    server._health_at = float("-inf")
+    assert server.look(5).generates is True
+    with pytest.raises(PauseEnded):
+        server.confirm_paused("the label", 5)
+    fake.admin_key = "b"
+    guarded = SGLangServer(fake.url, Keys("", "b"))
+    guarded.identify(5)
+    guarded.confirm_paused("the label", 5)
+    for each in (server, guarded):
+        each.close()
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
@@ -143,10 +225,10 @@ def test_a_server_that_cannot_be_looked_at_is_paused_all_the_same(fake: FakeSGLa
     server = SGLangServer(fake.url)
     server.pin(server.identify(5).identity)
     calls = calls_of(server)
-    fake.inject("/model_info", "refuse")
+    fake.inject("/server_info", "refuse")
     server.pause("in_place", 5)
     server.set_label("8", 5)
-    assert calls == ["model_info failed", "pause_generation", "model_info", "update_weight_version"]
+    assert calls == ["server_info failed", "pause_generation", "server_info", "update_weight_version"]
     server.close()
 
 
