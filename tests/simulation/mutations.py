@@ -437,7 +437,8 @@ MUTATIONS: Final = (
         "serves-partial-weights",
         "nothing-raises",
         APPLICATION,
-        "        if not self.up or self.health is not EngineHealth.CLEAN:\n            return self._fail(command",
+        "        if not self.up or self.health is not EngineHealth.CLEAN or self._stilled:\n"
+        "            return self._fail(command",
         "        if not self.up:\n            return self._fail(command",
     ),
     _m(
