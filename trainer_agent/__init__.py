@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         PublishHandle as PublishHandle,
         PublishRefused as PublishRefused,
         PublishReport as PublishReport,
+        ReplicasDiffer as ReplicasDiffer,
         RoundAborted as RoundAborted,
         SourceFailed as SourceFailed,
         Superseded as Superseded,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         TrainerError as TrainerError,
         TrainerNotTrusted as TrainerNotTrusted,
         WeightsChanged as WeightsChanged,
+        WeightsNotFinite as WeightsNotFinite,
     )
     from .publish import (
         Progress as Progress,

@@ -16,7 +16,7 @@ from weightbus.control.security import InsecureLoopback, KeysFolder, check_endpo
 from weightbus.dataplane.tensors import DEFAULT_BUCKET_BYTES
 from weightbus.dataplane.transports import LoadedBy, registry as transports
 
-from .machine import PublishLimits
+from .machine import OnDifference, OnNonFinite, PublishLimits
 
 SECTION: Final = "trainer"
 """Section of the settings file; environment variables begin with ``WEIGHTBUS_TRAINER_``."""
@@ -112,6 +112,17 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     open_tables: Annotated[
         bool, Meta(description="announce a version before it is digested, where all engines know that and take direct")
     ] = True
+    nonfinite: Annotated[
+        OnNonFinite,
+        Meta(description="a version with elements that are NaN or infinite: warn, or refuse (no open_tables then)"),
+    ] = OnNonFinite.WARN
+    replicas: Annotated[
+        OnDifference,
+        Meta(description="compare what several ranks hold of a parameter: off, warn, or refuse where they differ"),
+    ] = OnDifference.WARN
+    replicas_every: Annotated[
+        int, Meta(description="replicas are compared in the first of so many publications of this agent", ge=1)
+    ] = 50
     transfer_timeout_s: Annotated[Wait, Meta(description="deadline of one transfer")] = 600.0
     acquire_timeout_s: Annotated[Wait, Meta(description="how long the lease is asked for")] = 300.0
     round_timeout_s: Annotated[Wait, Meta(description="deadline of a round, re-drives included")] = 1800.0

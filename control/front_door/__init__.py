@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         PublishRefused as PublishRefused,
         PublishReport as PublishReport,
         RanksDisagree as RanksDisagree,
+        ReplicasDiffer as ReplicasDiffer,
         RoundAborted as RoundAborted,
         Source as Source,
         SourceError as SourceError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         UnknownParameter as UnknownParameter,
         UnsupportedModel as UnsupportedModel,
         WeightsChanged as WeightsChanged,
+        WeightsNotFinite as WeightsNotFinite,
         bridge_exporter as bridge_exporter,
     )
 else:

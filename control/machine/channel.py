@@ -478,6 +478,7 @@ class Channel:
             verdict = self._may_take_sent(message, missing)
             if verdict.ok:
                 self.round.sent(message.epoch, message.table, message.failed, message.spared, now)
+                self.round.nonfinite, self.round.differing = message.nonfinite, message.differing
         return verdict
 
     def abandon(self, agent: Agent, message: Abandon, now: float) -> Decision:
@@ -745,7 +746,14 @@ class Channel:
         self._round_replies.remember(record.request, round_reply_of(record), now)
         stood_s = round_.publish.stood_s
         self._effects.append(
-            RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s)
+            RoundEnded(
+                channel=self.name,
+                outcome=record.done.outcome,
+                done=record.done,
+                stood_s=stood_s,
+                nonfinite=round_.nonfinite,
+                differing=round_.differing,
+            )
         )
         self._end_lease("the round ended")
         self._effects.append(SendToAgents((round_.holder,), record.done))

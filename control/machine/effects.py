@@ -292,6 +292,10 @@ class RoundEnded(Observation, frozen=True, tag="round_ended"):
     done: RoundDone
     stood_s: float = 0.0
     """`Publish.stood_s`."""
+    nonfinite: int = 0
+    """`Sent.nonfinite`."""
+    differing: int = 0
+    """`Sent.differing`."""
 
 
 class ReadinessChanged(Observation, frozen=True, tag="readiness_changed"):

@@ -81,6 +81,8 @@ class Round:
         self.state = RoundState.IDLE
         self.reason = ""
         """Why the round failed, or brought its version to fewer engines."""
+        self.nonfinite = self.differing = 0
+        """What the trainer found in the weights, by its last `Sent`."""
         self.previous_version: HeldVersion | None = None
         """The version that was current before this round's was."""
         self.participants = Participants(

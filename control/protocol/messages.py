@@ -577,6 +577,10 @@ class Sent(Message, frozen=True, tag="Sent"):
     """Digest table of a version with deferred digests: must have been put, the same in every `Sent` of a round."""
     spared: tuple[AgentName, ...] = ()
     """Engines of `failed` to which nothing was sent only because another engine failed: not at fault."""
+    nonfinite: Count = 0
+    """Elements of the version that are NaN or infinite. A metric, as is `differing`."""
+    differing: Count = 0
+    """Tensors whose replicas differ between the trainer's ranks, as far as they were compared for this version."""
 
 
 class Abandon(Message, frozen=True, tag="Abandon"):

@@ -118,6 +118,12 @@ TRAINER_STOOD = _declare(
     "channel",
     "time for which training was stalled by stale engines (max_lag)",
 )
+NONFINITE = _declare(
+    _C, _COUNTER, "nonfinite_elements_total", "channel", "NaN and infinities in versions that were sent to engines"
+)
+DIFFERING = _declare(
+    _C, _COUNTER, "differing_replicas_total", "channel", "tensors that the trainer's ranks held different replicas of"
+)
 TRANSFER_BYTES = _declare(_C, _COUNTER, "transfer_bytes_total", "channel transport", "bytes loaded into engines")
 TRANSFER_BUCKETS = _declare(_C, _COUNTER, "transfer_buckets_total", "channel transport", "buckets loaded into engines")
 REFUSED = _declare(_C, _COUNTER, "messages_refused_total", "code", "messages that changed nothing, by reason")
@@ -460,6 +466,8 @@ class ObservationReporter:
             self._metrics.observe(ROUND_SECONDS, total, channel=channel, phase="total")
         if what.stood_s:
             self._metrics.observe(TRAINER_STOOD, what.stood_s, channel=channel)
+        self._metrics.add(NONFINITE, what.nonfinite, channel=channel)  # 0, too: an increase needs a beginning
+        self._metrics.add(DIFFERING, what.differing, channel=channel)
         self._count_engines(channel, done.engines)
         self._log.log(
             20 if what.outcome is Outcome.COMMITTED and not done.reason else 30,

@@ -10,6 +10,7 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from .box_digests import (
+        PACKED_ALIGNMENT as PACKED_ALIGNMENT,
         BoxTable as BoxTable,
         Lanes as Lanes,
         PackedBoxes as PackedBoxes,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         make_box_table as make_box_table,
         odd_boxes as odd_boxes,
         pack_boxes as pack_boxes,
+        tensor_from_parts as tensor_from_parts,
     )
     from .copy_cuda import copy_engine_for as copy_engine_for, copy_streams_setting as copy_streams_setting
     from .copy_engine import (

@@ -175,7 +175,8 @@ def _whole_words(shards: Shards, grids: Grids, item: Column) -> npt.NDArray[np.b
     return whole
 
 
-_ALIGNMENT: Final = 16
+PACKED_ALIGNMENT: Final = 16
+"""Bytes: packed boxes begin on a multiple."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -206,7 +207,7 @@ def pack_boxes(shards: Shards, region: Column, begin: Column) -> PackedBoxes:
     """Pack every box behind the previous one. `region` and `begin`, (shards,), say where its local tensor begins."""
     served = served_dtypes(shards)
     nbytes = shards.boxes.sizes * ITEM_SIZES[served]
-    room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    room = -(-nbytes // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
     places = np.cumsum(room) - room
     strides = packed_strides(shards.boxes.extents)
     here = CopySide(np.zeros(len(shards), np.int64), places, served, strides)
@@ -230,10 +231,15 @@ def digest_from_parts(packs: Sequence[Shards], index: int, buffers: Sequence[byt
 
     `source` names a process by its number, for messages. Raises `DigestMismatch`.
     """
+    return digest_packed_tensor(tensor_from_parts(packs, index, buffers, source))
+
+
+def tensor_from_parts(packs: Sequence[Shards], index: int, buffers: Sequence[bytes], source: str) -> Bytes:
+    """The packed bytes of tensor `index`; otherwise as `digest_from_parts`."""
     parts: list[TensorPart] = []
     for number, (pack, buffer) in enumerate(zip(packs, buffers, strict=True)):
         parts.extend(unpack_boxes(pack, index, buffer, f"{source} {number}"))
-    return digest_packed_tensor(assemble_tensor(packs[0].tensors[index], parts))
+    return assemble_tensor(packs[0].tensors[index], parts)
 
 
 def assemble_tensor(spec: TensorSpec, parts: Sequence[TensorPart]) -> Bytes:

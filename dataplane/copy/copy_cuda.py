@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..digest import Words
 from ..errors import CopyEnginesUnavailable, Unsupported
 from ..memory import error_name
 from ..tensors import Column, Table
@@ -345,9 +346,11 @@ class CudaCopyEngine(CopyEngine):
         only.fallback_reason = fallback_reason
         return only
 
-    def prepare_digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> CudaDigest:
+    def prepare_digest(
+        self, table: BoxTable, regions: Sequence[torch.Tensor], masks: Words | None = None
+    ) -> CudaDigest:
         """Bind a table of boxes."""
-        return CudaDigest(self._device, table, regions)
+        return CudaDigest(self._device, table, regions, masks)
 
 
 class CudaCopies(PreparedCopies):
@@ -406,10 +409,15 @@ class CudaCopies(PreparedCopies):
 class CudaDigest(PreparedDigest):
     """`PreparedDigest` by kernel."""
 
-    def __init__(self, device: torch.device, table: BoxTable, regions: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, device: torch.device, table: BoxTable, regions: Sequence[torch.Tensor], masks: Words | None = None
+    ) -> None:
         self._device = device
         self._tiles = word_tiles(table, _bases(regions), device) if len(table) else []
-        self._lanes = torch.zeros((table.groups, 2), dtype=torch.int64, device=device)
+        self._sums = torch.zeros(table.groups * 3, dtype=torch.int64, device=device)
+        """Both lanes of every group, and behind them the counts: cleared and read at once."""
+        self._lanes, self._counts = self._sums[: 2 * table.groups].view(-1, 2), self._sums[2 * table.groups :]
+        self._masks = None if masks is None else torch.from_numpy(masks.view(np.int64)).to(device)  # pyright: ignore[reportUnknownMemberType]
         self._memory = regions
 
     def launch(self) -> None:
@@ -417,9 +425,9 @@ class CudaDigest(PreparedDigest):
         from .copy_triton import accumulate  # noqa: PLC0415  triton is not there without a GPU
 
         with torch.cuda.device(self._device):
-            self._lanes.zero_()
+            self._sums.zero_()
             for item, table in self._tiles:
-                accumulate(table, item, self._lanes)
+                accumulate(table, item, self._lanes, self._masks, self._counts)
 
     def lanes(self) -> Lanes:
         """The sums of the last `launch`; blocks until they are there."""
@@ -427,6 +435,11 @@ class CudaDigest(PreparedDigest):
 
         with torch.cuda.device(self._device):
             return as_lanes(self._lanes)
+
+    def counts(self) -> Column:
+        """Elements that are not finite, of the last `launch`; blocks until they are there."""
+        found: Column = self._counts.cpu().numpy()
+        return found
 
     def close(self) -> None:
         """Release the memory."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..digest import mix_words
+from ..digest import Words, add_counts, mix_words
 from ..errors import ManifestError, StaleSession
 from ..memory import READY_FLAG_BYTES, ArenaRegion
 from ..processes import Deadline
@@ -97,6 +97,10 @@ class PreparedDigest(ABC):
     def lanes(self) -> Lanes:
         """(2, groups) uint64: both lanes of every group, as of the last `launch`. Blocks until they are there."""
 
+    @abstractmethod
+    def counts(self) -> Column:
+        """(groups,): elements that are not finite, as of the last `launch`; 0 without `masks`. Blocks as `lanes`."""
+
     def run(self) -> Lanes:
         """`launch` and `lanes`: the sums of the present contents, in one pass over the memory."""
         self.launch()
@@ -134,8 +138,14 @@ class CopyEngine(ABC):
         """Bind a table whose parts are launched one by one: by number, as `parts`, (rows,), gives it."""
 
     @abstractmethod
-    def prepare_digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> PreparedDigest:
-        """Bind a box table that has passed `BoxTable.check`."""
+    def prepare_digest(
+        self, table: BoxTable, regions: Sequence[torch.Tensor], masks: Words | None = None
+    ) -> PreparedDigest:
+        """Bind a box table that has passed `BoxTable.check`.
+
+        With `masks`, (groups,) of the dtypes in the regions (digest/nonfinite.py), elements that are not finite are
+        counted in the same pass.
+        """
 
 
 def split_by_stage(table: CopyTable, stages: Column) -> dict[int, CopyTable]:
@@ -185,6 +195,8 @@ class StagedCopies(PreparedCopies):
 
 _UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BLOCK_WORDS: Final = 64 * 1024
+_ONE_TENSOR: Final[Column] = np.zeros(1, np.int64)
+"""Where the tensors of a block begin that is of one tensor."""
 
 
 class TorchCopyEngine(CopyEngine):
@@ -208,9 +220,11 @@ class TorchCopyEngine(CopyEngine):
         """Bind a table whose parts are launched one by one."""
         return {at: TorchCopies(rows, sources, targets) for at, rows in split_by_stage(table, parts).items()}
 
-    def prepare_digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> TorchDigest:
+    def prepare_digest(
+        self, table: BoxTable, regions: Sequence[torch.Tensor], masks: Words | None = None
+    ) -> TorchDigest:
         """Bind a table of boxes, on a CPU."""
-        return TorchDigest(table, regions)
+        return TorchDigest(table, regions, masks)
 
 
 class TorchCopies(PreparedCopies):
@@ -253,23 +267,31 @@ class TorchCopies(PreparedCopies):
 class TorchDigest(PreparedDigest):
     """`PreparedDigest` by numpy."""
 
-    def __init__(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> None:
-        self._table = table
+    def __init__(self, table: BoxTable, regions: Sequence[torch.Tensor], masks: Words | None = None) -> None:
+        self._table, self._masks = table, masks
         self._regions: list[npt.NDArray[np.uint8]] = [region.numpy() for region in regions]
         self._lanes: Lanes = np.zeros((2, table.groups), np.uint64)
+        self._counts: Column = np.zeros(table.groups, np.int64)
 
     def launch(self) -> None:
         """Sum every group; synchronous."""
         table = self._table
-        lanes = np.zeros((2, table.groups), np.uint64)
+        lanes, counts = np.zeros((2, table.groups), np.uint64), np.zeros(table.groups, np.int64)
         for row in range(len(table)):
+            group = int(table.group[row])
             for words, at in _words(table, row, self._regions[int(table.region[row])]):
-                lanes[:, table.group[row]] += mix_words(words, at)
-        self._lanes = lanes
+                lanes[:, group] += mix_words(words, at)
+                if self._masks is not None:
+                    add_counts(words, _ONE_TENSOR, self._masks[group : group + 1], counts[group : group + 1])
+        self._lanes, self._counts = lanes, counts
 
     def lanes(self) -> Lanes:
         """The sums of the last `launch`."""
         return self._lanes
+
+    def counts(self) -> Column:
+        """Elements that are not finite, of the last `launch`."""
+        return self._counts
 
     def close(self) -> None:
         """Release the memory."""

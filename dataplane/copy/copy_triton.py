@@ -1,6 +1,6 @@
 # pyright: basic
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
-# ruff: noqa: ANN001, ANN202, N803, PLR0917
+# ruff: noqa: ANN001, ANN202, N803, PLR0917, SIM102
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
 """Kernels that copy and sum the tiles of tiles.py, one launch for each vector size, and write their tables.
 
@@ -15,12 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ..digest import digest_triton
 from .tiles import TILE_VECTORS
 
 _PHI = tl.constexpr(0x9E3779B97F4A7C15)
 _LANE_B = tl.constexpr(0xD6E8FEB86659FD93)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+_carried, _signs, _count = digest_triton.carried, digest_triton.signs, digest_triton.count
 
 
 @triton.jit
@@ -78,48 +81,70 @@ def _mixed(word, index):
 
 
 @triton.jit
-def _sum_words(table, lanes, ITEM: tl.constexpr, BLOCK: tl.constexpr):
+def _words(first, step, item_step, line, column, inside, ITEM: tl.constexpr, BLOCK: tl.constexpr):
+    """The word at a line and column, and the one behind it where they are read in pairs."""
+    second = tl.zeros((BLOCK,), dtype=tl.uint64)
+    if ITEM == 16:
+        address = first + line * step + column * 16
+        word, second = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.u64 $0, 0; mov.u64 $1, 0;"
+            " @p ld.global.L1::no_allocate.v2.u64 {$0, $1}, [$2]; }",
+            "=&l,=&l,l,r", [address, inside.to(tl.int32)], dtype=(tl.uint64, tl.uint64), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif ITEM == 8:
+        address = first + line * step + column * item_step
+        word = tl.load(address.to(tl.pointer_type(tl.uint64)), mask=inside, other=0)
+    else:
+        address = first + line * step + column * (item_step * (8 // ITEM))
+        word = tl.zeros((BLOCK,), dtype=tl.uint64)
+        for part in tl.static_range(8 // ITEM):  # pyright: ignore[reportGeneralTypeIssues]
+            at = address + part * item_step
+            if ITEM == 4:
+                element = tl.load(at.to(tl.pointer_type(tl.uint32)), mask=inside, other=0)
+            elif ITEM == 2:
+                element = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=inside, other=0)
+            else:
+                element = tl.load(at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
+            word |= element.to(tl.uint64) << (part * ITEM * 8)
+    return word, second
+
+
+@triton.jit
+def _sum_words(table, lanes, masks, counts, COUNTED: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr):
     row = table + tl.program_id(0).to(tl.int64) * 8
     first, step, item_step = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     word_at, word_step, shape, magic = tl.load(row + 3), tl.load(row + 4), tl.load(row + 6), tl.load(row + 7)
+    group = tl.load(row + 5)
     sum_a = tl.zeros((BLOCK,), dtype=tl.uint64)
     sum_b = tl.zeros((BLOCK,), dtype=tl.uint64)
+    seen = tl.zeros((BLOCK,), dtype=tl.uint64)
+    mask = tl.load(masks + group).to(tl.uint64, bitcast=True) if COUNTED else tl.full((), 0, tl.uint64)
     for begin in range(0, (shape >> 32).to(tl.int32) * shape.to(tl.int32), BLOCK):
         line, column, inside = _place(begin, shape, magic, BLOCK)
+        word, second = _words(first, step, item_step, line, column, inside, ITEM, BLOCK)
+        index = word_at + line * word_step + column * (2 if ITEM == 16 else 1)
+        if COUNTED:
+            seen |= _carried(word, mask)
         if ITEM == 16:
-            address = first + line * step + column * 16
-            index = word_at + line * word_step + column * 2
-            word, second = tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.u64 $0, 0; mov.u64 $1, 0;"
-                " @p ld.global.L1::no_allocate.v2.u64 {$0, $1}, [$2]; }",
-                "=&l,=&l,l,r", [address, inside.to(tl.int32)], dtype=(tl.uint64, tl.uint64), is_pure=True, pack=1,
-            )  # fmt: skip
+            if COUNTED:
+                seen |= _carried(second, mask)
             x, y = _mixed(second, index + 1)
             sum_a += tl.where(inside, x, 0)
             sum_b += tl.where(inside, y, 0)
-        else:
-            index = word_at + line * word_step + column
-            if ITEM == 8:
-                address = first + line * step + column * item_step
-                word = tl.load(address.to(tl.pointer_type(tl.uint64)), mask=inside, other=0)
-            else:
-                address = first + line * step + column * (item_step * (8 // ITEM))
-                word = tl.zeros((BLOCK,), dtype=tl.uint64)
-                for part in tl.static_range(8 // ITEM):  # pyright: ignore[reportGeneralTypeIssues]
-                    at = address + part * item_step
-                    if ITEM == 4:
-                        element = tl.load(at.to(tl.pointer_type(tl.uint32)), mask=inside, other=0)
-                    elif ITEM == 2:
-                        element = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=inside, other=0)
-                    else:
-                        element = tl.load(at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
-                    word |= element.to(tl.uint64) << (part * ITEM * 8)
         x, y = _mixed(word, index)
         sum_a += tl.where(inside, x, 0)
         sum_b += tl.where(inside, y, 0)
-    group = tl.load(row + 5)
     tl.atomic_add(lanes + group * 2, tl.sum(sum_a).to(tl.int64), sem="relaxed")
     tl.atomic_add(lanes + group * 2 + 1, tl.sum(sum_b).to(tl.int64), sem="relaxed")
+    if COUNTED:  # which elements they are is looked for where there is one: a second pass, over this tile alone
+        if tl.max((seen & _signs(mask) != 0).to(tl.int32)) > 0:
+            found = tl.zeros((BLOCK,), dtype=tl.uint64)
+            for begin in range(0, (shape >> 32).to(tl.int32) * shape.to(tl.int32), BLOCK):
+                line, column, inside = _place(begin, shape, magic, BLOCK)
+                word, second = _words(first, step, item_step, line, column, inside, ITEM, BLOCK)
+                found += (_carried(word, mask) & _signs(mask)) >> 7
+                found += (_carried(second, mask) & _signs(mask)) >> 7
+            tl.atomic_add(counts + group, _count(found), sem="relaxed")
 
 
 def copy(table: torch.Tensor, vector: int) -> None:
@@ -130,9 +155,17 @@ def copy(table: torch.Tensor, vector: int) -> None:
         _copy_small[(len(table),)](table, VECTOR=vector, TILE=TILE_VECTORS, num_warps=8)  # pyright: ignore[reportCallIssue]
 
 
-def accumulate(table: torch.Tensor, item: int, lanes: torch.Tensor) -> None:
-    """Add the sums of every tile of `table`, (tiles, 8) int64, to `lanes`, (groups, 2) int64, on the current stream."""
-    _sum_words[(len(table),)](table, lanes, ITEM=item, BLOCK=1024, num_warps=8)  # pyright: ignore[reportCallIssue]
+def accumulate(
+    table: torch.Tensor, item: int, lanes: torch.Tensor, masks: torch.Tensor | None, counts: torch.Tensor
+) -> None:
+    """Add the sums of every tile of `table`, (tiles, 8) int64, to `lanes`, (groups, 2) int64, on the current stream.
+
+    With `masks`, (groups,) int64 of nonfinite.py, elements that are not finite to `counts`, (groups,) int64.
+    """
+    looked_for = counts if masks is None else masks
+    _sum_words[(len(table),)](
+        table, lanes, looked_for, counts, COUNTED=masks is not None, ITEM=item, BLOCK=1024, num_warps=8
+    )  # pyright: ignore[reportCallIssue]
 
 
 def as_lanes(lanes: torch.Tensor) -> npt.NDArray[np.uint64]:

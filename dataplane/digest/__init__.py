@@ -6,6 +6,7 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import digest_triton as digest_triton, sglang_checksum as sglang_checksum, tensor_digest as tensor_digest
+    from .nonfinite import Words as Words, add_counts as add_counts, masks_of as masks_of
     from .sglang_checksum import (
         ParameterBox as ParameterBox,
         ServedParameter as ServedParameter,

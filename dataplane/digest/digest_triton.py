@@ -1,6 +1,6 @@
 # pyright: basic
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917, SIM102
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
 """Sums of digests on a GPU: one launch per bucket, a program per segment. Imported only when needed.
 
@@ -27,7 +27,40 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def _sum_segments(memory, table, lanes, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _word(granules, index, nbytes, skip, WORDS: tl.constexpr):
+    """Words of a tensor that begins `skip` bytes behind an aligned granule, and whether they are inside of it."""
+    shift = (skip * 8).to(tl.uint64)
+    left = nbytes - index * 8
+    inside = left > 0
+    low = tl.load(granules + index, mask=inside, other=0)
+    reach = tl.where(skip > 0, skip, -8 * WORDS)
+    high = tl.load(granules + index + 1, mask=left + reach > 8, other=0)
+    word = low >> shift
+    word = tl.where(skip > 0, word | (high << ((64 - shift) & 63)), word)
+    extra = (tl.maximum(8 - left, 0) * 8).to(tl.uint64)
+    return tl.where(extra > 0, (word << (extra & 63)) >> (extra & 63), word), inside
+
+
+@triton.jit
+def carried(word, mask):
+    """Words in which elements that are not finite have their sign set: see nonfinite.py."""
+    return (word & mask) + (mask & ~(mask << 1))
+
+
+@triton.jit
+def signs(mask):
+    """The bits of `carried` that count."""
+    return (mask << 1) & ~mask
+
+
+@triton.jit
+def count(found):
+    """How many such elements `found` has, of which each byte is a number of elements; at most 255 in all."""
+    return tl.sum(((found * 0x0101010101010101) >> 56).to(tl.int64))
+
+
+@triton.jit
+def _sum_segments(memory, table, lanes, masks, counts, COUNTED: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     row = table + tl.program_id(0) * 4
     address = memory.to(tl.int64) + tl.load(row)
     position = tl.load(row + 1)
@@ -35,20 +68,15 @@ def _sum_segments(memory, table, lanes, WORDS: tl.constexpr, BLOCK: tl.constexpr
     tensor = tl.load(row + 3)
     skip = address % 8
     granules = (address - skip).to(tl.pointer_type(tl.uint64))
-    shift = (skip * 8).to(tl.uint64)
-    reach = tl.where(skip > 0, skip, -8 * WORDS)
     sum_a = tl.zeros((BLOCK,), dtype=tl.uint64)
     sum_b = tl.zeros((BLOCK,), dtype=tl.uint64)
+    seen = tl.zeros((BLOCK,), dtype=tl.uint64)
+    mask = tl.load(masks + tensor).to(tl.uint64, bitcast=True) if COUNTED else tl.full((), 0, tl.uint64)
     for at in range(0, WORDS, BLOCK):
         index = at + tl.arange(0, BLOCK).to(tl.int64)
-        left = nbytes - index * 8
-        inside = left > 0
-        low = tl.load(granules + index, mask=inside, other=0)
-        high = tl.load(granules + index + 1, mask=left + reach > 8, other=0)
-        word = low >> shift
-        word = tl.where(skip > 0, word | (high << ((64 - shift) & 63)), word)
-        extra = (tl.maximum(8 - left, 0) * 8).to(tl.uint64)
-        word = tl.where(extra > 0, (word << (extra & 63)) >> (extra & 63), word)
+        word, inside = _word(granules, index, nbytes, skip, WORDS)
+        if COUNTED:
+            seen |= carried(word, mask)
         x = word + (position + index + 1).to(tl.uint64) * _PHI
         x = (x ^ (x >> 30)) * _MIX_1
         x = (x ^ (x >> 27)) * _MIX_2
@@ -59,6 +87,13 @@ def _sum_segments(memory, table, lanes, WORDS: tl.constexpr, BLOCK: tl.constexpr
         sum_b += tl.where(inside, y, 0)
     tl.atomic_add(lanes + tensor * 2, tl.sum(sum_a).to(tl.int64))
     tl.atomic_add(lanes + tensor * 2 + 1, tl.sum(sum_b).to(tl.int64))
+    if COUNTED:  # which elements they are is looked for where there is one: a second pass, over this segment alone
+        if tl.max((seen & signs(mask) != 0).to(tl.int32)) > 0:
+            found = tl.zeros((BLOCK,), dtype=tl.uint64)
+            for at in range(0, WORDS, BLOCK):
+                word, _inside = _word(granules, at + tl.arange(0, BLOCK).to(tl.int64), nbytes, skip, WORDS)
+                found += (carried(word, mask) & signs(mask)) >> 7
+            tl.atomic_add(counts + tensor, count(found))
 
 
 def segments(bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -72,13 +107,25 @@ def segments(bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.stack([bounds[:-1][tensor] + skipped, piece * SEGMENT_WORDS, nbytes, tensor], axis=1).astype(np.int64)
 
 
-def sum_tensors(memory: torch.Tensor, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Both lanes of every tensor, as tensor_digest.py defines them; waits for the kernel."""
+def sum_tensors(
+    memory: torch.Tensor, bounds: npt.NDArray[np.int64], masks: npt.NDArray[np.uint64] | None = None
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """Both lanes of every tensor, as tensor_digest.py defines them; waits for the kernel.
+
+    And (tensors,): the elements that are not finite, where `masks`, (tensors,), of nonfinite.py are given.
+    """
     table = torch.from_numpy(segments(bounds)).to(memory.device)
-    lanes = torch.zeros((len(bounds) - 1, 2), dtype=torch.int64, device=memory.device)
+    tensors = len(bounds) - 1
+    sums = torch.zeros((tensors, 3), dtype=torch.int64, device=memory.device)
+    lanes, counts = sums.view(-1)[: 2 * tensors], sums.view(-1)[2 * tensors :]
+    looked_for = counts if masks is None else torch.from_numpy(masks.view(np.int64)).to(memory.device)
     with torch.cuda.device_of(memory):
-        _sum_segments[(len(table),)](memory, table, lanes, WORDS=SEGMENT_WORDS, BLOCK=BLOCK, num_warps=8)  # pyright: ignore[reportCallIssue]
-    return np.ascontiguousarray(lanes.cpu().numpy().view(np.uint64).T)
+        _sum_segments[(len(table),)](
+            memory, table, lanes, looked_for, counts, COUNTED=masks is not None, WORDS=SEGMENT_WORDS, BLOCK=BLOCK,
+            num_warps=8,
+        )  # pyright: ignore[reportCallIssue]  # fmt: skip
+    found = sums.view(-1).cpu().numpy()
+    return np.ascontiguousarray(found[: 2 * tensors].view(np.uint64).reshape(-1, 2).T), found[2 * tensors :]
 
 
 _TILE = tl.constexpr(fmix.TILE_WORDS)

@@ -12,7 +12,10 @@ It detects flipped bits, words that changed places, shifts, omissions and a wron
 constructing a collision: the peers of a transfer are trusted, the path between them is not.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -21,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import DigestMismatch
+from .nonfinite import add_counts
 
 ALGORITHM: Final = "mix64x2"
 DIGEST_BYTES: Final = 16
@@ -44,6 +48,21 @@ def digest_tensors(memory: torch.Tensor, offsets: Sequence[int]) -> bytes:
     `offsets` holds where each tensor begins and, last, where the last one ends (`Manifest.offsets_of`). On a GPU this
     is one kernel on the current stream, and the call returns when it has run.
     """
+    return _digest(memory, offsets, None)[0]
+
+
+def digest_and_count(memory: torch.Tensor, offsets: Sequence[int], masks: _Words) -> tuple[bytes, _Bounds]:
+    """`digest_tensors`, and (tensors,) how many elements of each are NaN or infinite, in the same pass.
+
+    `masks`, (tensors,), are those of the tensors' dtypes (nonfinite.py).
+    """
+    if len(masks) != len(offsets) - 1:
+        raise ValueError(f"{len(masks)} masks and {len(offsets)} offsets do not fit together")
+    return _digest(memory, offsets, masks)
+
+
+def _digest(memory: torch.Tensor, offsets: Sequence[int], masks: _Words | None) -> tuple[bytes, _Bounds]:
+    """Digests, and counts where `masks`, (tensors,), are given: those of nonfinite.py."""
     bounds = np.asarray(offsets, dtype=np.int64)
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
         raise ValueError(f"expected contiguous 1-D uint8 memory, found {memory.dtype} of shape {tuple(memory.shape)}")
@@ -52,10 +71,10 @@ def digest_tensors(memory: torch.Tensor, offsets: Sequence[int]) -> bytes:
     if memory.device.type == "cuda":
         from .digest_triton import sum_tensors  # noqa: PLC0415  triton and a compiler are not there without a GPU
 
-        lanes = sum_tensors(memory, bounds)
+        lanes, counts = sum_tensors(memory, bounds, masks)
     else:
-        lanes = _accumulate_bytes(memory.numpy(), bounds)
-    return finish_digests(lanes, np.diff(bounds))
+        lanes, counts = _accumulate_bytes(memory.numpy(), bounds, masks)
+    return finish_digests(lanes, np.diff(bounds)), counts
 
 
 def check_digests(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: Sequence[str]) -> None:
@@ -94,27 +113,47 @@ def finish_digests(lanes: _Words, nbytes: _Bounds) -> bytes:
     return out.tobytes()
 
 
-def _accumulate_bytes(data: npt.NDArray[np.uint8], bounds: _Bounds) -> _Words:
-    """Both lanes of every tensor. Tensors on 8-byte boundaries are read in place, all in one pass."""
-    lanes = np.zeros((2, len(bounds) - 1), dtype=np.uint64)
+@dataclass(frozen=True)
+class _Sums:
+    """What is added up of some tensors."""
+
+    lanes: _Words
+    """(2, tensors)."""
+    masks: _Words | None
+    """(tensors,): those of nonfinite.py; None where nothing is counted."""
+    counts: _Bounds
+    """(tensors,): elements that are not finite."""
+
+    def of(self, first: int, last: int) -> _Sums:
+        """Those of a run of tensors."""
+        masks = None if self.masks is None else self.masks[first:last]
+        return _Sums(self.lanes[:, first:last], masks, self.counts[first:last])
+
+
+def _accumulate_bytes(
+    data: npt.NDArray[np.uint8], bounds: _Bounds, masks: _Words | None = None
+) -> tuple[_Words, _Bounds]:
+    """Both lanes and the count of every tensor. Tensors on 8-byte boundaries are read in place, all in one pass."""
+    tensors = len(bounds) - 1
+    sums = _Sums(np.zeros((2, tensors), dtype=np.uint64), masks, np.zeros(tensors, np.int64))
     starts = bounds[:-1]
     if bool(((starts + data.ctypes.data) % 8 == 0).all()):
         first, whole = int(bounds[0]), int(bounds[-1] - bounds[0]) // 8 * 8
         word_bounds = (bounds - first + 7) // 8
         words = data[first : first + whole].view("<u8").astype(np.uint64, copy=False)
         if whole:
-            _accumulate(words, np.minimum(word_bounds, whole // 8), lanes)
+            _accumulate(words, np.minimum(word_bounds, whole // 8), sums)
         if first + whole < bounds[-1]:
             tail = np.zeros(8, dtype=np.uint8)
             tail[: int(bounds[-1]) - first - whole] = data[first + whole : int(bounds[-1])]
             last = np.array([word_bounds[-2] - whole // 8, 1], dtype=np.int64)
-            _accumulate(tail.view("<u8").astype(np.uint64, copy=False), last, lanes[:, -1:])
+            _accumulate(tail.view("<u8").astype(np.uint64, copy=False), last, sums.of(tensors - 1, tensors))
     else:
-        _accumulate_repacked(data, bounds, lanes)
-    return lanes
+        _accumulate_repacked(data, bounds, sums)
+    return sums.lanes, sums.counts
 
 
-def _accumulate_repacked(data: npt.NDArray[np.uint8], bounds: _Bounds, lanes: _Words) -> None:
+def _accumulate_repacked(data: npt.NDArray[np.uint8], bounds: _Bounds, sums: _Sums) -> None:
     """Copy tensors to 8-byte boundaries, a cache-sized group at a time: packed 2-byte tensors of odd length need it."""
     scratch = np.zeros(_REPACK_WORDS, dtype="<u8")
     as_bytes = scratch.view(np.uint8)
@@ -125,7 +164,7 @@ def _accumulate_repacked(data: npt.NDArray[np.uint8], bounds: _Bounds, lanes: _W
         nonlocal first
         if last > first:
             words = scratch[: group[-1]].astype(np.uint64, copy=False)
-            _accumulate(words, np.array(group, dtype=np.int64), lanes[:, first:last])
+            _accumulate(words, np.array(group, dtype=np.int64), sums.of(first, last))
         first = last
         del group[1:]
 
@@ -140,24 +179,24 @@ def _accumulate_repacked(data: npt.NDArray[np.uint8], bounds: _Bounds, lanes: _W
                 count = (len(piece) + 7) // 8
                 scratch[count - 1] = 0
                 as_bytes[: len(piece)] = piece
-                _accumulate(
-                    scratch[:count].astype(np.uint64, copy=False), np.array([-done, count]), lanes[:, at : at + 1]
-                )
+                here = scratch[:count].astype(np.uint64, copy=False)
+                _accumulate(here, np.array([-done, count]), sums.of(at, at + 1))
             first = at + 1
             continue
-        here = group[-1]
-        scratch[here + words - 1] = 0
-        as_bytes[here * 8 : here * 8 + end - start] = data[start:end]
-        group.append(here + words)
+        here_at = group[-1]
+        scratch[here_at + words - 1] = 0
+        as_bytes[here_at * 8 : here_at * 8 + end - start] = data[start:end]
+        group.append(here_at + words)
     flush(len(edges) - 1)
 
 
-def _accumulate(words: _Words, bounds: _Bounds, lanes: _Words) -> None:
-    """Add `words` to the lanes of the tensors that begin at the word indices `bounds`; the last bound is the end.
+def _accumulate(words: _Words, bounds: _Bounds, sums: _Sums) -> None:
+    """Add `words` to the sums of the tensors that begin at the word indices `bounds`; the last bound is the end.
 
     A first bound below zero says that the first tensor began that many words earlier. Bounds may repeat only at the end
     (a last tensor whose only word is a tail that comes later).
     """
+    lanes = sums.lanes
     size = min(_CHUNK_WORDS, len(words))
     ramp = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(PHI)
     x, y = np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint64)
@@ -170,6 +209,8 @@ def _accumulate(words: _Words, bounds: _Bounds, lanes: _Words) -> None:
         cuts = np.maximum(here - low, 0)
         a, b = x[:count], y[:count]
         np.add(words[low:high], ramp[:count], out=a)
+        if sums.masks is not None:
+            add_counts(words[low:high], cuts, sums.masks[first:last], sums.counts[first:last])
         if len(here) == 1:
             np.add(a, np.uint64((low - int(here[0])) * PHI & _MASK), out=a)
         else:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         DigestDivision as DigestDivision,
         DigestShare as DigestShare,
         ShareDigester as ShareDigester,
+        ShareSums as ShareSums,
         divide_digest_work as divide_digest_work,
     )
     from .load_trace import (
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
         NotCopiedCause as NotCopiedCause,
         StagedTensor as StagedTensor,
         TargetBox as TargetBox,
+    )
+    from .replica_digests import (
+        DifferingTensor as DifferingTensor,
+        ReplicaUnits as ReplicaUnits,
+        digest_replicas as digest_replicas,
+        find_replicas as find_replicas,
     )
     from .reshard_plan import (
         PlanReader as PlanReader,

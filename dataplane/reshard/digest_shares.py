@@ -3,13 +3,14 @@
 Every element is read by one of the ranks that hold it. A rank digests the boxes of its share in place, or, where it
 holds them in another dtype than the served one, as they will be served. The sums of all ranks are the digest of each
 tensor (box_digests.py), so no tensor is gathered. Only tensors with a box that is no whole number of words are
-assembled, byte by byte; they are few and small.
+assembled, byte by byte; they are few and small. Elements that are no finite numbers are counted in the same pass.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -25,12 +26,12 @@ from ..copy import (
     PackedBoxes,
     PreparedCopies,
     PreparedDigest,
-    digest_from_parts,
     make_box_table,
     odd_boxes,
     pack_boxes,
+    tensor_from_parts,
 )
-from ..digest import tensor_digest as integrity
+from ..digest import Words, masks_of, tensor_digest as integrity
 from ..errors import ManifestError, Unsupported
 from ..memory import bytes_of, sizes_of
 from ..quantize import fully_summed_tensors
@@ -61,6 +62,20 @@ class DigestShare:
     in_place: BoxTable
     passes: tuple[DigestPass, ...]
     odd: PackedBoxes
+    masks: Words
+    """(all tensors,): those of their served dtypes (nonfinite.py)."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShareSums:
+    """What one rank found in its share."""
+
+    lanes: Lanes
+    """(2, tensors of the share) uint64."""
+    odd: bytes
+    """Its odd boxes."""
+    nonfinite: dict[int, int] = field(default_factory=dict[int, int])
+    """By tensor: elements that are NaN or infinite. Odd boxes are not counted yet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,27 +104,35 @@ class DigestDivision:
         return DigestShare(
             tensors=np.unique(mine.boxes.space[~apart]),
             in_place=make_box_table(even, even.storage, np.zeros(len(even), np.int64)),
-            passes=tuple(_pass(part) for part in _batches(wide, pass_bytes)),
+            passes=tuple(_pass(wide.take(rows)) for rows in batches(wide, pass_bytes)),
             odd=pack_boxes(odd, odd.storage, np.zeros(len(odd), np.int64)),
+            masks=masks_of([spec.dtype for spec in self.chosen.tensors]),
         )
 
-    def digests(self, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> bytes:
-        """The digest of every tensor, from each rank's sums of its `DigestShare.tensors` and its odd bytes.
+    def digests(self, found: Sequence[ShareSums]) -> tuple[bytes, dict[int, int]]:
+        """The digest of every tensor, from what each rank found in its share; and `ShareSums.nonfinite` of all.
 
         Raises `ManifestError` when a rank gave sums of other tensors than its share has.
         """
         totals = np.zeros((2, len(self.chosen.tensors)), np.uint64)
-        for rank, sums in enumerate(lanes):
+        nonfinite: Counter[int] = Counter()
+        for rank, each in enumerate(found):
             own = self._own.get(rank, _NONE)
-            if sums.shape != (2, len(own)):
-                raise ManifestError(f"rank {rank} gave sums of {sums.shape[-1]} tensors, {len(own)} fell to it")
-            totals[:, own] += sums
-        found = bytearray(integrity.finish_digests(totals, self._sizes))
+            if each.lanes.shape != (2, len(own)):
+                raise ManifestError(f"rank {rank} gave sums of {each.lanes.shape[-1]} tensors, {len(own)} fell to it")
+            totals[:, own] += each.lanes
+            nonfinite.update(each.nonfinite)
+        digests = bytearray(integrity.finish_digests(totals, self._sizes))
         if len(self.odd):
-            packs = [self._odd_of(rank) for rank in range(len(odd))]
+            packs = [self._odd_of(rank) for rank in range(len(found))]
+            odd = [each.odd for each in found]
             for index in self.odd.tolist():
-                found[16 * index : 16 * index + 16] = digest_from_parts(packs, index, odd, "trainer rank")
-        return bytes(found)
+                whole = torch.from_numpy(tensor_from_parts(packs, index, odd, "trainer rank"))  # pyright: ignore[reportUnknownMemberType]
+                mask = masks_of([self.chosen.tensors[index].dtype])
+                digest, count = integrity.digest_and_count(whole, (0, len(whole)), mask)
+                digests[16 * index : 16 * index + 16] = digest
+                nonfinite[index] += int(count[0])
+        return bytes(digests), {index: count for index, count in sorted(nonfinite.items()) if count}
 
     @cached_property
     def _sizes(self) -> Column:
@@ -152,11 +175,11 @@ def divide_digest_work(shards: Shards) -> DigestDivision:
     return DigestDivision(chosen, odd)
 
 
-def _batches(shards: Shards, nbytes: int) -> list[Shards]:
-    """The shards, in their order, as many at a time as fill `nbytes`; a larger one has a batch of its own."""
+def batches(shards: Shards, nbytes: int) -> list[Column]:
+    """Rows of the shards, in their order, as many at a time as fill `nbytes`; a larger one has a batch of its own."""
     ends = np.cumsum(shards.boxes.sizes * ITEM_SIZES[served_dtypes(shards)])
     batch = (ends - 1) // nbytes
-    return [shards.take(np.flatnonzero(batch == number)) for number in np.unique(batch).tolist()]
+    return [np.flatnonzero(batch == number) for number in np.unique(batch).tolist()]
 
 
 def _pass(shards: Shards) -> DigestPass:
@@ -193,14 +216,14 @@ class ShareDigester:
         buffers = sizes_of([self._buffer])
         share.in_place.check(sizes)
         share.odd.copies.check(sizes, sizes_of([self._odd]))
-        self._in_place = engine.prepare_digest(share.in_place, regions)
+        self._in_place = engine.prepare_digest(share.in_place, regions, share.masks)
         self._pack_odd = engine.prepare_copies(share.odd.copies, regions, [self._odd])
         self._passes: list[_Bound] = []
         for each in share.passes:
             each.copies.check(sizes, buffers)
             each.boxes.check(buffers)
             copies = engine.prepare_copies(each.copies, regions, [self._buffer])
-            self._passes.append(_Bound(copies, engine.prepare_digest(each.boxes, [self._buffer])))
+            self._passes.append(_Bound(copies, engine.prepare_digest(each.boxes, [self._buffer], share.masks)))
 
     def begin(self) -> None:
         """Start to read the memory, on the current stream. Asynchronous on a GPU.
@@ -213,18 +236,16 @@ class ShareDigester:
             each.digest.launch()
         self._pack_odd.launch()
 
-    def result(self) -> tuple[Lanes, bytes]:
-        """(2, tensors of the share) uint64, and the odd boxes' bytes, of the last `begin`.
-
-        Blocks until they are there.
-        """
-        lanes = self._in_place.lanes()
+    def result(self) -> ShareSums:
+        """What the last `begin` found. Blocks until it is there."""
+        lanes, counts = self._in_place.lanes(), self._in_place.counts()
         for each in self._passes:
-            lanes = lanes + each.digest.lanes()
+            lanes, counts = lanes + each.digest.lanes(), counts + each.digest.counts()
         found: Lanes = np.ascontiguousarray(lanes[:, self._tensors])
-        return found, self._odd.cpu().numpy().tobytes()
+        odd: list[int] = np.flatnonzero(counts).tolist()
+        return ShareSums(found, self._odd.cpu().numpy().tobytes(), {index: int(counts[index]) for index in odd})
 
-    def run(self) -> tuple[Lanes, bytes]:
+    def run(self) -> ShareSums:
         """`begin` and `result`."""
         self.begin()
         return self.result()

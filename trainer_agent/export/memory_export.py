@@ -22,7 +22,14 @@ from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportab
 from weightbus.dataplane.memory import ArenaParts, ExportMap, LocalMemory, RegionExporter
 from weightbus.dataplane.processes import Deadline
 from weightbus.dataplane.quantize import FusedDigests
-from weightbus.dataplane.reshard import PASS_BYTES, DigestDivision, DigestShare, ShareDigester, divide_digest_work
+from weightbus.dataplane.reshard import (
+    PASS_BYTES,
+    DigestDivision,
+    DigestShare,
+    ShareDigester,
+    ShareSums,
+    divide_digest_work,
+)
 from weightbus.dataplane.tensors import DTYPES, Column, Manifest, Shards, TensorSpec, packed_strides, served_dtypes
 from weightbus.dataplane.transports import Address, ExportedWeights, Exporting
 from weightbus.dataplane.transports.sends import RankSender
@@ -124,6 +131,8 @@ class _DigestLanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     lanes: bytes
     odd: bytes
+    nonfinite: dict[int, int] = {}
+    """Elements that are NaN or infinite, by tensor."""
 
 
 class DerivedTensors:
@@ -246,6 +255,8 @@ class MemoryExport:
         self._division: DigestDivision | None = None
         self.undigestible = ""
         """Why `digests` returns None; empty if it does not."""
+        self.nonfinite: dict[int, int] = {}
+        """By tensor: elements that are NaN or infinite, as of the last `digests`. Empty on other ranks than 0."""
         self.digesting = False
         """True while a device digests this rank's share."""
         self._share: ShareDigester | None = None
@@ -317,7 +328,7 @@ class MemoryExport:
     def digests(self) -> bytes | None:
         """Digests of all tensors as the memory is now, concatenated, on rank 0; empty on other ranks.
 
-        None on every rank if the layout does not allow digests in place; then no memory is read.
+        None on every rank if the layout does not allow digests in place; then no memory is read. Sets `nonfinite`.
         """
         division = self._divided()
         if division is None:
@@ -329,16 +340,20 @@ class MemoryExport:
         if not self.digesting:
             self._await_step()
             self._begin_digests(self._share)
-        lanes, odd = self._share.result()
+        own = self._share.result()
         self.digesting, self._fence = False, None
         if self._known is not None and self._preparing is not None:
-            lanes[:, self._known[1]] += self._preparing.sums()[:, self._known[0]]
-        mine = _encode(_DigestLanes(lanes.astype("<u8").tobytes(), odd))
+            own.lanes[:, self._known[1]] += self._preparing.sums()[:, self._known[0]]
+        mine = _encode(_DigestLanes(own.lanes.astype("<u8").tobytes(), own.odd, own.nonfinite))
         found = [_DIGEST_LANES.decode(each) for each in self._source.collect(mine)]
         if self._source.rank:
             return b""
-        all_lanes = [np.frombuffer(each.lanes, "<u8").astype(np.uint64).reshape(2, -1) for each in found]
-        return division.digests(all_lanes, [each.odd for each in found])
+        sums = [
+            ShareSums(np.frombuffer(each.lanes, "<u8").astype(np.uint64).reshape(2, -1), each.odd, each.nonfinite)
+            for each in found
+        ]
+        digests, self.nonfinite = division.digests(sums)
+        return digests
 
     def join_sends(self, address: Address, epoch: int, deadline_s: float) -> None:
         """Have this rank take part in sending `epoch`, by a thread of its own. Not collective.

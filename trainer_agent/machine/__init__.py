@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         PublishFailed as PublishFailed,
         PublishHandle as PublishHandle,
         PublishRefused as PublishRefused,
+        ReplicasDiffer as ReplicasDiffer,
         RollbackRefused as RollbackRefused,
         RoundAborted as RoundAborted,
         SourceFailed as SourceFailed,
@@ -24,9 +25,18 @@ if TYPE_CHECKING:
         TrainerNotTrusted as TrainerNotTrusted,
         UnfinishedCheckpoint as UnfinishedCheckpoint,
         WeightsChanged as WeightsChanged,
+        WeightsNotFinite as WeightsNotFinite,
         failure_of as failure_of,
     )
     from .events import EndReason as EndReason
+    from .findings import (
+        DifferingReplicas as DifferingReplicas,
+        NonFinite as NonFinite,
+        NonFiniteTensor as NonFiniteTensor,
+        OnDifference as OnDifference,
+        OnNonFinite as OnNonFinite,
+        ReplicasCompared as ReplicasCompared,
+    )
     from .publication import (
         Mode as Mode,
         PublicationEnd as PublicationEnd,

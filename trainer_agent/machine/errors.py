@@ -110,6 +110,21 @@ class WeightsChanged(PublishFailed):
     """The weights changed while `publish` ran: publish again without stepping them."""
 
 
+class WeightsNotFinite(PublishFailed):
+    """Elements are NaN or infinite, which `nonfinite = "refuse"` does not allow; `report.nonfinite` names tensors.
+
+    No engine heard of the version. The agent stays usable: go back to a checkpoint, and publish again.
+    """
+
+
+class ReplicasDiffer(PublishFailed):
+    """Ranks hold different replicas of a parameter, which `replicas = "refuse"` does not allow.
+
+    `report.replicas` names tensors and ranks. No round was begun. The agent stays usable: find what lets replicas drift
+    apart (a gradient that is not reduced, a random seed, an optimizer's state), make them equal, and publish again.
+    """
+
+
 class Superseded(PublishFailed):
     """A newer snapshot took its place before its round began, as the setting `overlap` allows: nothing to do."""
 
@@ -122,6 +137,8 @@ _BY_ENDING: Final[dict[EndReason, type[PublishFailed]]] = {
     EndReason.COORDINATOR_LOST: CoordinatorLost,
     EndReason.SOURCE_FAILED: SourceFailed,
     EndReason.WEIGHTS_CHANGED: WeightsChanged,
+    EndReason.NOT_FINITE: WeightsNotFinite,
+    EndReason.REPLICAS_DIFFER: ReplicasDiffer,
     EndReason.SUPERSEDED: Superseded,
 }
 

@@ -40,6 +40,7 @@ from weightbus.control.terminal_text import terminal_safe
 
 from . import events as ev
 from .events import Effects, EndReason
+from .findings import NonFinite, ReplicasCompared
 
 
 class PublicationState(enum.Enum):
@@ -440,6 +441,7 @@ class Publication:
 
 
 PHASES: Final = (
+    "replicas",
     "snapshot",
     "make",
     "acquire",
@@ -458,12 +460,12 @@ PHASES: Final = (
 )
 """Keys of `PublishReport.seconds`, in the order of the round. A phase that was not reached is absent.
 
-The trainer's clock measures ``snapshot`` to ``announce``, ``save``, ``send`` and ``total``; the coordinator's the
-others. ``snapshot``: the training loop was blocked to copy the weights. ``make``: launching the preparation of what
-engines read of quantized weights and the digests of memory that engines read in place; a GPU works on both afterwards,
-and ``digest`` is the time spent waiting for them after ``acquire``, while a CPU has done both when ``make`` ends. With
-deferred digests ``digest`` overlaps ``prepare`` and ``transfer``. ``save``: waiting for checkpoint files. ``send``: the
-trainer's half of ``transfer``.
+The trainer's clock measures ``replicas`` to ``announce``, ``save``, ``send`` and ``total``; the coordinator's the
+others. ``replicas``: comparing replicas on all ranks, ahead of ``total``. ``snapshot``: the training loop was blocked
+to copy the weights. ``make``: launching the preparation of what engines read of quantized weights and the digests of
+memory that engines read in place; a GPU works on both afterwards, and ``digest`` is the time spent waiting for them
+after ``acquire``, while a CPU has done both when ``make`` ends. With deferred digests ``digest`` overlaps ``prepare``
+and ``transfer``. ``save``: waiting for checkpoint files. ``send``: the trainer's half of ``transfer``.
 """
 
 
@@ -500,6 +502,10 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the version's checkpoint if one was kept, else empty."""
     save_error: str = ""
     """Why no checkpoint was kept although one was due. The publication is not affected."""
+    nonfinite: NonFinite = NonFinite()
+    """Elements that are NaN or infinite, as the weights were digested."""
+    replicas: ReplicasCompared | None = None
+    """What the comparison of replicas found; None if this publication was not due for one."""
 
     @property
     def committed(self) -> bool:
@@ -519,8 +525,11 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
         why = f" ({self.reason})" if self.reason else ""
         kept = f", saved {self.saved}" if self.saved else f", not saved: {self.save_error}" if self.save_error else ""
         ending = f"{self.outcome.value}{how}{why}"
+        odd = str(self.nonfinite) if self.nonfinite.elements else ""
+        unequal = str(self.replicas) if self.replicas and self.replicas.differing else ""
+        found = "".join(f", {each}" for each in (odd, unequal) if each and each not in self.reason)
         return terminal_safe(
-            f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}"
+            f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}{found}"
         )
 
 
@@ -534,11 +543,24 @@ class PublicationEnd(NamedTuple):
 
     @classmethod
     def without_round(
-        cls, channel: str, version: int, mode: Mode, result: PublicationResult, cause: BaseException | None = None
+        cls,
+        channel: str,
+        version: int,
+        mode: Mode,
+        result: PublicationResult,
+        cause: BaseException | None = None,
+        *,
+        replicas: ReplicasCompared | None = None,
     ) -> Self:
         """The end of a version for which no round was begun."""
         outcome = Outcome.COMMITTED if result.ending is EndReason.COMMITTED else Outcome.ABORTED
         report = PublishReport(
-            channel=channel, version=version, epoch=0, outcome=outcome, reason=result.reason, mode=mode
+            channel=channel,
+            version=version,
+            epoch=0,
+            outcome=outcome,
+            reason=result.reason,
+            mode=mode,
+            replicas=replicas,
         )
         return cls(result, report, cause)

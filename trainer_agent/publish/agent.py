@@ -62,6 +62,7 @@ from ..machine import (
     PublicationResult,
     PublishHandle,
     PublishReport,
+    ReplicasCompared,
     TooFarAhead,
     failure_of,
 )
@@ -85,6 +86,7 @@ from .rank_commands import (
     SnapshotTaken,
     unexpected_command,
 )
+from .replica_check import ReplicaCheck
 
 _log = get_log(__name__)
 
@@ -100,6 +102,7 @@ class TrainerAgent:
         rank_zero: RankZero | None,
         memory_export: MemoryExport | None = None,
         pipeline: PipelineBroadcast | None = None,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
         self.settings = settings
         self.manifest = manifest
@@ -108,6 +111,7 @@ class TrainerAgent:
         self._rank_zero = rank_zero
         self._memory_export = memory_export
         self._pipeline = pipeline
+        self._replicas = replicas
         self._ranks = CommandedRanks(source)
         self._unusable = ""
 
@@ -153,9 +157,11 @@ class TrainerAgent:
             environment = os.environ if environ is None else environ
             loaded = load_settings(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
             settings = loaded.value
+        replicas = ReplicaCheck(source, settings)
         source = as_served(source, settings)
         layout = VersionLayout.of(source, settings)
-        return cls(source, settings, layout.manifest, *_start_rank(source, settings, layout, progress), layout.pipeline)
+        rank_zero, memory_export = _start_rank(source, settings, layout, progress, replicas)
+        return cls(source, settings, layout.manifest, rank_zero, memory_export, layout.pipeline, replicas)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -289,6 +295,8 @@ class TrainerAgent:
                     case _ if cause is not None:
                         # Rank 0 did not notice that this rank failed; its collective will run out of time.
                         return self._failed_alone(version, cause)
+                    case commands.CompareReplicas() if self._replicas is not None:
+                        self._replicas.compare()
                     case commands.AssembleBucket():
                         self._source.assemble(self.manifest, command.index, None)
                     case commands.PrepareExport() if self._memory_export is not None:
@@ -336,13 +344,14 @@ def _start_rank(
     settings: TrainerSettings,
     layout: VersionLayout,
     progress: Callable[[Progress], None] | None,
+    replicas: ReplicaCheck,
 ) -> tuple[RankZero | None, MemoryExport | None]:
     """Start rank 0, or the memory export of another rank. Raises `ConnectFailed` on every rank."""
     ranks = CommandedRanks(source)
     if not source.root:
         return None, _await_rank_zero(ranks, memory_export_of(source, settings, layout.manifest))
     try:
-        rank_zero = start_rank_zero(source, settings, layout, progress)
+        rank_zero = start_rank_zero(source, settings, layout, progress, replicas)
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         try:
@@ -383,13 +392,19 @@ class RankZero:
     """Publishes version after version. Not thread-safe."""
 
     def __init__(
-        self, context: PublisherContext, pool: BucketBuffers, source: Source, memory_export: MemoryExport | None = None
+        self,
+        context: PublisherContext,
+        pool: BucketBuffers,
+        source: Source,
+        memory_export: MemoryExport | None = None,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
         self._context = context
         self._ranks = context.staging.ranks
         self._pool = pool
         self._source = source
         self._memory_export = memory_export
+        self._replicas = replicas
         self._background = BackgroundPublisher(context, pool, source)
         if doubt := context.settings.doubt():
             _log.warning("settings_doubted", channel=context.settings.channel, reason=doubt)
@@ -421,6 +436,10 @@ class RankZero:
         drive = PublicationDriver(self._context, version, rollback=rollback, catch_up=catch_up)
         try:
             self._wait_for_snapshots()
+            found = None if catch_up else self._compare_replicas()
+            if refused := self._judge_replicas(found, version, Mode.LIVE):
+                return self._tell(refused)
+            drive.compared(found)
             result = drive.run()
         except BaseException as error:
             # The other ranks wait for a command, whatever happened here.
@@ -442,6 +461,10 @@ class RankZero:
             with watch.phase("claim"):
                 claim = self._claim(version)
             claimed = True
+            found = self._compare_replicas()
+            if refused := self._judge_replicas(found, version, Mode.SNAPSHOT):
+                self._background.discard()
+                return self._tell(refused), None
             with watch.phase("snapshot"):
                 self._background.take(claim, self._assemble)
         except BaseException as error:
@@ -454,7 +477,9 @@ class RankZero:
                 raise
             return end, None
         stood_s = self._stood_s + watch.seconds["claim"]
-        future = self._background.enqueue(version, snapshot_s=watch.seconds["snapshot"], stood_s=stood_s)
+        future = self._background.enqueue(
+            version, snapshot_s=watch.seconds["snapshot"], stood_s=stood_s, replicas=found
+        )
         with watch.phase("hold"):
             ahead = self._background.wait_until_allowed(version, self._ranks)
         self._stood_s = watch.seconds["hold"]
@@ -490,6 +515,21 @@ class RankZero:
     def _assemble(self, index: int, out: torch.Tensor) -> None:
         self._ranks.tell(AssembleBucket(index))
         self._source.assemble(self._context.staging.manifest, index, out)
+
+    def _compare_replicas(self) -> ReplicasCompared | None:
+        """What all ranks find, if this publication is due for a comparison. Collective."""
+        due = self._replicas is not None and self._replicas.due()
+        return self._replicas.command() if self._replicas is not None and due else None
+
+    def _judge_replicas(self, found: ReplicasCompared | None, version: int, mode: Mode) -> PublicationEnd | None:
+        """The end of a version whose replicas differ and must not; None if it may be published."""
+        reason = self._replicas.refusal(found, version) if self._replicas is not None else ""
+        if not reason:
+            return None
+        result = PublicationResult(EndReason.REPLICAS_DIFFER, reason)
+        end = PublicationEnd.without_round(self._context.settings.channel, version, mode, result, replicas=found)
+        log_publication_end(end)
+        return end
 
     def _claim(self, version: int) -> SnapshotClaim:
         if all(transports.by_name(kind).in_place for kind in self._context.settings.transports()):
@@ -538,7 +578,11 @@ class RankZero:
 
 
 def start_rank_zero(
-    source: Source, settings: TrainerSettings, layout: VersionLayout, progress: Callable[[Progress], None] | None = None
+    source: Source,
+    settings: TrainerSettings,
+    layout: VersionLayout,
+    progress: Callable[[Progress], None] | None = None,
+    replicas: ReplicaCheck | None = None,
 ) -> RankZero:
     """Connect to the coordinator and allocate the staging buffers. Rank 0 only."""
     manifest = layout.manifest
@@ -596,7 +640,7 @@ def start_rank_zero(
             archive=archive,
         )
         undo.pop_all()
-    return RankZero(context, pool, source, memory_export)
+    return RankZero(context, pool, source, memory_export, replicas)
 
 
 def _archive(source: Source, settings: TrainerSettings) -> Archive | None:

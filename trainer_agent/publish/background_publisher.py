@@ -39,7 +39,7 @@ from weightbus.control.protocol import (
 from weightbus.dataplane.memory import BucketBuffers
 from weightbus.dataplane.tensors import Manifest
 
-from ..machine import EndReason, Mode, PublicationEnd, PublicationResult
+from ..machine import EndReason, Mode, PublicationEnd, PublicationResult, ReplicasCompared
 from ..settings import Overlap, SnapshotMemory
 from ..source import Source, head_dim_of
 from .bucket_staging import BucketStaging
@@ -68,6 +68,8 @@ class _Pending(NamedTuple):
     """Seconds for which training was blocked to copy the weights."""
     stood_s: float
     """Seconds for which it was blocked for engines, or for a buffer."""
+    replicas: ReplicasCompared | None = None
+    """What the comparison of replicas found; None if there was none."""
 
 
 class BackgroundPublisher:
@@ -134,12 +136,19 @@ class BackgroundPublisher:
         """Copy the weights into the claimed buffer; see `SnapshotBuffer.take`."""
         self._buffers[claim.buffer].take(assemble)
 
-    def enqueue(self, version: int, *, snapshot_s: float = 0.0, stood_s: float = 0.0) -> Future[PublicationEnd]:
-        """Publish `version`, which the claimed buffer holds. The future never raises. Seconds as in `_Pending`."""
+    def enqueue(
+        self,
+        version: int,
+        *,
+        snapshot_s: float = 0.0,
+        stood_s: float = 0.0,
+        replicas: ReplicasCompared | None = None,
+    ) -> Future[PublicationEnd]:
+        """Publish `version`, which the claimed buffer holds. The future never raises. The rest as in `_Pending`."""
         future: Future[PublicationEnd] = Future()
         with self._changed:
             self._queue.filled(version)
-            self._pending[version] = _Pending(future, snapshot_s, stood_s)
+            self._pending[version] = _Pending(future, snapshot_s, stood_s, replicas)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weightbus-snapshots", daemon=True)
                 self._thread.start()
@@ -230,6 +239,7 @@ class BackgroundPublisher:
         drive = PublicationDriver(
             self._context, version, staging, stood_s=pending.stood_s, snapshot_s=pending.snapshot_s
         )
+        drive.compared(pending.replicas)
         end = self._drive(drive)
         with self._changed:
             self._queue.finish()

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self, assert_never
 
 import msgspec
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
@@ -38,7 +39,7 @@ from weightbus.control.protocol import (
     TrainerInfo,
     TransportKind,
 )
-from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.digest import Words, masks_of, tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory import BucketBuffers
 from weightbus.dataplane.tensors import BucketSpec, DigestTable, LiveDigests, Manifest, Sources, cut
@@ -126,6 +127,10 @@ class BucketStaging:
         self._by_stages = False
         """True if each pipeline stage assembled its own buckets."""
         self._table: DigestTable | None = None
+        self.nonfinite: dict[int, int] = {}
+        """By tensor: elements that are NaN or infinite, as digested in this publication. Of weights that the ranks sum
+        while they quantize them, their scales are counted alone: a block with such an element has the scale NaN."""
+        self._masks = masks_of([spec.dtype for spec in manifest.tensors])
         self._kinds: frozenset[EngineKind] = frozenset()
         """Kinds of engine whose expected digests are in the table."""
         self._filled = False
@@ -134,7 +139,7 @@ class BucketStaging:
 
     def begin(self) -> None:
         """Begin a publication: buckets and digests of earlier ones no longer count."""
-        self._table, self._filled, self._saving, self._by_stages = None, False, None, False
+        self._table, self._filled, self._saving, self._by_stages, self.nonfinite = None, False, None, False, {}
         if self.in_place is not None:
             self.in_place.begin()
 
@@ -186,7 +191,7 @@ class BucketStaging:
                 digests = self.in_place.export_and_digest(digests=not others and saving is None)
             if digests is not None:
                 return self.take_digests(version, digests)
-        self._kinds, self._saving = kinds, saving
+        self._kinds, self._saving, self.nonfinite = kinds, saving, {}
         if self._pipeline is not None and saving is None and _broadcast_alone(others, routes):
             return self._read_by_stages(self._pipeline, version, kinds, watch)
         self._by_stages = False
@@ -195,6 +200,8 @@ class BucketStaging:
     def take_digests(self, version: int, digests: bytes) -> DigestTable:
         """Make the table of digests that the ranks computed in place."""
         self._kinds = frozenset()
+        if self.in_place is not None:
+            self.nonfinite = self.in_place.memory_export.nonfinite
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, digests)
         return self._table
 
@@ -265,7 +272,7 @@ class BucketStaging:
     ) -> DigestTable:
         """As `_read`, but each pipeline stage assembles the buckets of its own layers."""
         self.ranks.tell(ReadStage(tuple(sorted(kinds))))
-        digests, live = pipeline.read(kinds, watch)
+        digests, live, self.nonfinite = pipeline.read(kinds, watch)
         self._filled = self._by_stages = True
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, digests, live)
         return self._table
@@ -284,7 +291,7 @@ class BucketStaging:
                 if saving is not None:
                     with watch.phase("save"):
                         saving.free(index - len(self.buffers))
-                digests.append(self._assemble(index, slot, watch))
+                digests.append(self._assemble(index, slot, watch, self.nonfinite))
                 if saving is not None:
                     saving.take(index, slot.memory)
                 with watch.phase("digest"):
@@ -294,12 +301,14 @@ class BucketStaging:
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, b"".join(digests), live.result())
         return self._table
 
-    def _assemble(self, index: int, slot: StagingBuffer, watch: Stopwatch) -> bytes:
-        """Assemble a bucket and return its digests."""
+    def _assemble(
+        self, index: int, slot: StagingBuffer, watch: Stopwatch, nonfinite: dict[int, int] | None = None
+    ) -> bytes:
+        """Assemble a bucket and return its digests; with `nonfinite`, add its elements that are not finite."""
         with watch.phase("assemble"):
             self.ranks.tell(AssembleBucket(index))
             self._source.assemble(self.manifest, index, slot.memory)
-        return _digest(self.manifest, index, slot.memory, watch)
+        return _digest(self.manifest, index, slot.memory, watch, self._masks, nonfinite)
 
 
 def _broadcast_alone(others: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None) -> bool:
@@ -343,6 +352,8 @@ class _Found(msgspec.Struct, frozen=True):
     digests: dict[int, bytes] = {}
     """By bucket."""
     live: tuple[LiveDigests, ...] = ()
+    nonfinite: dict[int, int] = {}
+    """By tensor: elements that are NaN or infinite."""
     error: str = ""
 
 
@@ -372,6 +383,7 @@ class PipelineBroadcast:
         self._buffers: Sequence[torch.Tensor] = ()
         self._plan = SglangDigestPlan(manifest, (), head_dim)
         self._digests: dict[int, bytes] = {}
+        self._masks = masks_of([spec.dtype for spec in manifest.tensors])
         self._source_rank = SourceRank(number, source.device) if number else None
         """Sends this rank's buckets; None on rank 0, and on ranks that are no source."""
 
@@ -379,8 +391,13 @@ class PipelineBroadcast:
         """Use rank 0's staging buffers for its buckets."""
         self._buffers = buffers
 
-    def read(self, wanted: Collection[EngineKind], watch: Stopwatch) -> tuple[bytes, tuple[LiveDigests, ...]]:
-        """Assemble and digest the buckets of every stage; returns all digests. Raises `SourceError` on every rank."""
+    def read(
+        self, wanted: Collection[EngineKind], watch: Stopwatch
+    ) -> tuple[bytes, tuple[LiveDigests, ...], dict[int, int]]:
+        """Assemble and digest the buckets of every stage. Raises `SourceError` on every rank.
+
+        Returns all digests, and how many elements are NaN or infinite, by tensor.
+        """
         failure: Exception | None = None
         try:
             found = self._read(frozenset(wanted), watch)
@@ -395,7 +412,8 @@ class PipelineBroadcast:
             raise AssemblyFailed("; ".join(errors))
         digests = {bucket: digest for each in all_found for bucket, digest in each.digests.items()}
         in_order = b"".join(digests[index] for index in range(len(digests)))
-        return in_order, merge_live_digests([each.live for each in all_found])
+        nonfinite = {index: count for each in all_found for index, count in each.nonfinite.items()}
+        return in_order, merge_live_digests([each.live for each in all_found]), dict(sorted(nonfinite.items()))
 
     def refill(self, first: int, last: int, watch: Stopwatch) -> Sequence[str]:
         """Assemble a row of buckets again. Returns this rank's tensors that differ from their digests.
@@ -463,27 +481,45 @@ class PipelineBroadcast:
             self._source_rank.stop()  # an earlier session would send from the slots
         self._plan = self._plan.of_kinds(wanted if self._own else frozenset())
         live = SglangDigester(self._plan)
-        self._digests = {}
+        self._digests, nonfinite = {}, dict[int, int]()
         for index in range(len(self._manifest.buckets)):
-            found = self._gather(index, watch)
+            found = self._gather(index, watch, nonfinite)
             if index in self._own:
                 self._digests[index] = found
                 with watch.phase("digest"):
                     live.feed(index, self._memory(index))
-        return _Found(self._digests, live.result(partial=True))
+        return _Found(self._digests, live.result(partial=True), nonfinite)
 
-    def _gather(self, index: int, watch: Stopwatch) -> bytes:
-        """Take part in assembling a bucket; returns its digests if it is this rank's."""
+    def _gather(self, index: int, watch: Stopwatch, nonfinite: dict[int, int] | None = None) -> bytes:
+        """Take part in assembling a bucket; returns its digests if it is this rank's. `nonfinite` as for `_digest`."""
         memory = self._memory(index) if index in self._own else None
         with watch.phase("assemble"):
             self._source.assemble(self._manifest, index, memory, self._roots)
-        return b"" if memory is None else _digest(self._manifest, index, memory, watch)
+        return b"" if memory is None else _digest(self._manifest, index, memory, watch, self._masks, nonfinite)
 
 
-def _digest(manifest: Manifest, index: int, memory: torch.Tensor, watch: Stopwatch) -> bytes:
-    """Digests of the tensors of bucket `index`, which is in `memory`."""
+def _digest(  # noqa: PLR0917  made in two places
+    manifest: Manifest,
+    index: int,
+    memory: torch.Tensor,
+    watch: Stopwatch,
+    masks: Words,
+    nonfinite: dict[int, int] | None,
+) -> bytes:
+    """Digests of the tensors of bucket `index`, which is in `memory`.
+
+    `masks` are those of all tensors' dtypes. With `nonfinite`, tensors with elements that are NaN or infinite are
+    counted there.
+    """
+    bucket = manifest.buckets[index]
+    whole, offsets = memory[: bucket.nbytes], manifest.offsets_of(index)
     with watch.phase("digest"):
-        return integrity.digest_tensors(memory[: manifest.buckets[index].nbytes], manifest.offsets_of(index))
+        if nonfinite is None:
+            return integrity.digest_tensors(whole, offsets)
+        digests, counts = integrity.digest_and_count(whole, offsets, masks[bucket.first : bucket.last])
+        odd: list[int] = np.flatnonzero(counts).tolist()
+        nonfinite.update({bucket.first + at: int(counts[at]) for at in odd})
+        return digests
 
 
 def differing_tensors(manifest: Manifest, bucket: BucketSpec, found: bytes, expected: bytes) -> list[str]:

@@ -51,7 +51,18 @@ from weightbus.dataplane.transports.disk import Notes, saved_version
 
 from ..checkpoints import Archive, Saving
 from ..export import MemoryExport
-from ..machine import EndReason, Mode, PublicationEnd, PublicationResult, PublishReport, events as ev, publication
+from ..machine import (
+    EndReason,
+    Mode,
+    NonFinite,
+    OnNonFinite,
+    PublicationEnd,
+    PublicationResult,
+    PublishReport,
+    ReplicasCompared,
+    events as ev,
+    publication,
+)
 from ..settings import TrainerSettings
 from ..source import SourceError
 from .bucket_staging import BucketStaging, Stopwatch, WeightsDiffer
@@ -79,6 +90,10 @@ _LEVELS: Final = {
     EndReason.ABORTED: logging.WARNING,
     EndReason.LEASE_BUSY: logging.WARNING,
 }
+
+
+class _NotFinite(Exception):
+    """Elements are NaN or infinite, and such versions are refused."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -163,6 +178,8 @@ class PublicationDriver:
         self.cause: BaseException | None = None
         self._context, self._staging = context, staging or context.staging
         self._mode = Mode.LIVE if staging is None else Mode.SNAPSHOT
+        self._replicas: ReplicasCompared | None = None
+        self._warned_of_numbers = False
         self._watch = Stopwatch() if snapshot_s is None else Stopwatch(snapshot=snapshot_s)
         self._digests_pending = False
         """True if the memory is exported and its deferred digests were not collected."""
@@ -179,6 +196,12 @@ class PublicationDriver:
         self._saved = self._save_error = ""
         self._log = _log.bind(channel=context.settings.channel, version=version)
         self._staging.begin()
+
+    def compared(self, replicas: ReplicasCompared | None) -> None:
+        """Note what the comparison of replicas found, for report and metrics; None if there was none."""
+        self._replicas = replicas
+        if replicas is not None:
+            self._watch.seconds["replicas"] = replicas.seconds
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -241,6 +264,8 @@ class PublicationDriver:
             self.cause = error
             differ = isinstance(error, WeightsDiffer)
             return ev.AttemptFailed(EndReason.WEIGHTS_CHANGED if differ else EndReason.SOURCE_FAILED, str(error))
+        except _NotFinite as found:
+            return ev.AttemptFailed(EndReason.NOT_FINITE, str(found))
 
     def _untrusted(self, refused: NotTrusted) -> ev.AttemptFailed:
         self.cause = refused
@@ -375,7 +400,29 @@ class PublicationDriver:
         manifest = self._staging.manifest
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
         self._log.info("digested", bytes=manifest.nbytes, buckets=len(manifest.buckets), **seconds)
+        self._judge_numbers()
         return ev.DigestsReady(table.digest())
+
+    def _judge_numbers(self) -> None:
+        """Warn of elements that are NaN or infinite, once for a version. Raises `_NotFinite` if they are refused.
+
+        A resync is not judged: its version is committed.
+        """
+        found = self._nonfinite
+        if not found.elements or self._catch_up:
+            return
+        if not self._warned_of_numbers:
+            self._warned_of_numbers = True
+            first = {each.name: each.elements for each in found.first}
+            self._log.warning("weights_not_finite", elements=found.elements, tensors=found.tensors, first=first)
+        if self._context.settings.nonfinite is OnNonFinite.REFUSE:
+            raise _NotFinite(f"{found}; nonfinite = refuse")
+
+    @property
+    def _nonfinite(self) -> NonFinite:
+        """What the digests of this version found so far."""
+        tensors = self._staging.manifest.tensors
+        return NonFinite.of({tensors[index].name: count for index, count in self._staging.nonfinite.items()})
 
     def _await_digests(self) -> ev.DigestsReady | ev.DigestsUnavailable:
         """Wait for deferred digests; send the table to the receivers and to the coordinator."""
@@ -394,14 +441,16 @@ class PublicationDriver:
         They digest while the coordinator prepares engines and, where engines copy out of other devices, while they
         copy. Together with ready flags that saves 28 ms of a round of 61 GB of FP8 weights.
         The coordinator must allow it. Excluded are a version that may be committed already, which only its table tells;
-        one that is kept as files, which are made of buckets; and the first one that goes by this sender.
+        one that is kept as files, which are made of buckets; the first one that goes by this sender; and every one
+        where the digests decide whether engines may hear of it (`nonfinite = refuse`).
         """
         of, in_place = self._context, self._staging.in_place
         newer = granted.committed is None or self.version > granted.committed.version
         able = isinstance(of.senders.get(TransportKind.DIRECT), Tabling)
         kept = of.archive is not None and of.archive.keeps(self.version)
         live = self._mode is Mode.LIVE and not self._catch_up
-        wanted = granted.may_defer_digests and of.settings.open_tables and live
+        judged = of.settings.nonfinite is OnNonFinite.REFUSE
+        wanted = granted.may_defer_digests and of.settings.open_tables and live and not judged
         begun = self._staging.known is None and in_place is not None and in_place.digests_begun
         return wanted and newer and able and not kept and begun
 
@@ -574,6 +623,8 @@ class PublicationDriver:
             failed=failed,
             table=table,
             spared=tuple(AgentId(engine) for engine in effect.spared),
+            nonfinite=0 if self._catch_up else sum(self._staging.nonfinite.values()),
+            differing=0 if self._replicas is None else self._replicas.differing,
         )
         if table and self._table_upload is not None:
             self._table_upload.join(self._context.settings.request_timeout_s)
@@ -625,6 +676,8 @@ class PublicationDriver:
             table=self.machine.table,
             saved=self._saved,
             save_error=self._save_error,
+            nonfinite=self._nonfinite,
+            replicas=self._replicas,
         )
         end = PublicationEnd(result, report, self.cause)
         log_publication_end(end)

@@ -96,6 +96,10 @@ class JoinBroadcast(RankCommand, frozen=True, tag="Broadcast"):
     """True if all buckets are in the staging buffers; otherwise each is assembled again."""
 
 
+class CompareReplicas(RankCommand, frozen=True, tag="Compare"):
+    """Take part in comparing the replicas of parameters."""
+
+
 class KeepWaiting(RankCommand, frozen=True, tag="Beat"):
     """Nothing to do; rank 0 is alive."""
 
@@ -128,6 +132,7 @@ AnyRankCommand = (
     | DigestExported
     | JoinSends
     | PipelineCommand
+    | CompareReplicas
     | KeepWaiting
     | SnapshotTaken
     | Finish

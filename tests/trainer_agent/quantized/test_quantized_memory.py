@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.copy.box_digests import Lanes
 from weightbus.dataplane.copy.copy_engine import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.quantize.schemes import Scheme, fp8_block
-from weightbus.dataplane.reshard.digest_shares import PASS_BYTES, ShareDigester, divide_digest_work
+from weightbus.dataplane.reshard.digest_shares import PASS_BYTES, ShareDigester, ShareSums, divide_digest_work
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shards
@@ -93,8 +92,7 @@ def test_digests_are_of_the_made_weights_however_they_were_summed(data: st.DataO
         for each in sources
     ]
     division = divide_digest_work(Shards.join([each.shards for each in derived]))
-    lanes: list[Lanes] = []
-    odd: list[bytes] = []
+    found: list[ShareSums] = []
     for source, each in zip(sources, derived, strict=True):
         memory = source.memory(prepared=True)
         each.refresh(memory)
@@ -103,15 +101,15 @@ def test_digests_are_of_the_made_weights_however_they_were_summed(data: st.DataO
         share = division.share(source.rank, PASS_BYTES, known)
         assert not np.isin(share.in_place.group, known).any()
         digest = ShareDigester(share, [*memory, *each.tensors], torch.device("cpu"), TorchCopyEngine())
-        sums, rest = digest.run()
+        sums = digest.run()
         here = np.flatnonzero(np.isin(summed.tensor, known))
-        sums[:, np.searchsorted(share.tensors, summed.tensor[here])] += source.sums()[:, here]
-        lanes.append(sums)
-        odd.append(rest)
+        sums.lanes[:, np.searchsorted(share.tensors, summed.tensor[here])] += source.sums()[:, here]
+        found.append(sums)
     expected = world.expected(scheme)
     packed = [expected[spec.name].contiguous().view(-1).view(torch.uint8) for spec in tensors]
 
-    assert division.digests(lanes, odd) == b"".join(integrity.digest_tensors(each, (0, len(each))) for each in packed)
+    digests, _ = division.digests(found)
+    assert digests == b"".join(integrity.digest_tensors(each, (0, len(each))) for each in packed)
 
 
 def test_what_is_summed_up_is_not_read_again() -> None:
