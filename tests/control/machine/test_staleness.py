@@ -137,6 +137,27 @@ def test_what_closes_the_window(deployment: tuple[World, Trainer, Engine], how: 
     assert world.ready == ("e0",)
 
 
+def test_numbers_that_a_trainer_found_are_metrics(deployment: tuple[World, Trainer, Engine]) -> None:
+    """As it said in its `Sent`, for each round; from a round without any on, so that an increase has a beginning."""
+    world, trainer, _ = deployment
+    metrics = Metrics(MetricSource.COORDINATOR)
+    reporter = ObservationReporter(metrics)
+    plain, found = trainer.try_say, {"nonfinite": 0, "differing": 0}
+    trainer.try_say = lambda message, blob=None: plain(  # type: ignore[method-assign]
+        msgspec.structs.replace(message, **found) if type(message).__name__ == "Sent" else message, blob
+    )
+    values = []
+    for version, told in ((2, found.copy()), (3, {"nonfinite": 7, "differing": 2})):
+        found.update(told)
+        world.publish(trainer, version)
+        for each in world.observed:
+            if isinstance(each, RoundEnded) and each.done.version == version:
+                reporter.observe(each)
+        names = ("weightbus_nonfinite_elements_total", "weightbus_differing_replicas_total")
+        values.append([metrics.registry.get_sample_value(name, {"channel": "policy"}) for name in names])
+    assert values == [[0, 0], [7, 2]]
+
+
 def test_how_long_training_stood_still_is_a_metric(deployment: tuple[World, Trainer, Engine]) -> None:
     """As the trainer said in its `Publish`; a trainer that did not wait adds nothing."""
     world, trainer, _ = deployment

@@ -25,6 +25,7 @@ from weightbus.dataplane.transports.interface import Peer, Tabled
 from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.export.topology import topology_of
+from weightbus.trainer_agent.machine import OnNonFinite
 from weightbus.trainer_agent.machine.events import EndReason
 from weightbus.trainer_agent.publish import driver
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
@@ -303,13 +304,17 @@ def test_engines_that_came_since_the_lease_and_cannot_wait_are_not_offered_anyth
     assert others.calls == []
 
 
-@pytest.mark.parametrize("why", ["switched off", "another transport", "committed already", "catch-up", "kept"])
+@pytest.mark.parametrize(
+    "why", ["switched off", "refuse", "another transport", "committed already", "catch-up", "kept"]
+)
 def test_the_table_comes_first(rig: Rig, why: str, tmp_path: Path) -> None:
-    """Where somebody takes buckets, where it decides what is answered, and where that is wanted."""
+    """Where somebody takes buckets, where it decides what is answered or sent at all, and where that is wanted."""
     context, version = rig.rank_zero._context, 2
     match why:
         case "switched off":
             context.settings = msgspec.structs.replace(context.settings, open_tables=False)
+        case "refuse":
+            context.settings = msgspec.structs.replace(context.settings, nonfinite=OnNonFinite.REFUSE)
         case "another transport":
             rig.coordinator.engines["e1"] = Coordinator.info(m.TransportKind.LOCAL)
             rig.source.assemble = lambda _manifest, _index, out: out.zero_() if out is not None else None  # type: ignore[method-assign]
