@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         TargetBox as TargetBox,
     )
     from .replica_digests import (
-        DifferingTensor as DifferingTensor,
         ReplicaUnits as ReplicaUnits,
         digest_replicas as digest_replicas,
         find_replicas as find_replicas,

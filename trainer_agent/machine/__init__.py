@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .findings import (
         DifferingReplicas as DifferingReplicas,
         NonFinite as NonFinite,
-        NonFiniteTensor as NonFiniteTensor,
         OnDifference as OnDifference,
         OnNonFinite as OnNonFinite,
         ReplicasCompared as ReplicasCompared,
