@@ -54,6 +54,7 @@ from .session import (
     AgentSession,
     Connect,
     Deliver,
+    DescriptionChanged,
     GarbageArrived,
     GiveUp,
     Join,
@@ -90,6 +91,10 @@ _Answered = tuple[ToAgent, bytes | None]
 
 class _TopologyChanged:
     """Tells the thread to report the agent's topology."""
+
+
+class _DescriptionChanged:
+    """Tells the thread to say Hello again."""
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +148,9 @@ class BusClient:
         self._session = AgentSession(
             settings.endpoint, self._keys, settings.timing, time.monotonic(), self._trust_advice
         )
-        self._submitted: queue.SimpleQueue[RequestSubmitted | ToCoordinator | _TopologyChanged] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[
+            RequestSubmitted | ToCoordinator | _TopologyChanged | _DescriptionChanged
+        ] = queue.SimpleQueue()
         self._futures: dict[RequestId, Future[_Answered]] = {}
         self._receive_queue: deque[ToAgent] = deque()
         self._changed = threading.Condition()
@@ -277,6 +284,11 @@ class BusClient:
     def report_topology(self) -> None:
         """Send the agent's topology again, because it has changed."""
         self._submitted.put(_TopologyChanged())
+        self._link.wake()
+
+    def join_again(self) -> None:
+        """Say Hello again on this connection, because the agent is another one than its last `Hello` said."""
+        self._submitted.put(_DescriptionChanged())
         self._link.wake()
 
     def next(self, timeout_s: float) -> ToAgent | None:
@@ -421,6 +433,8 @@ class BusClient:
                 self._handle(item)
             elif isinstance(item, _TopologyChanged):
                 self._send_topology()
+            elif isinstance(item, _DescriptionChanged):
+                self._handle(DescriptionChanged())
             else:
                 self._link.send(item)
         for heard in self._link.poll(min(1.0, max(0.0, self._session.next_deadline() - time.monotonic()))):
@@ -435,7 +449,8 @@ class BusClient:
             case Connect():
                 self._link.open(effect.endpoint_index)
             case SendHello():
-                self._link.send(msgspec.structs.replace(self._hello(), request=effect.key))
+                hello = msgspec.structs.replace(self._hello(), request=effect.key)
+                self._link.send(_as_before(hello) if effect.plain else hello)
             case SendHeartbeat():
                 beat = self._heartbeat() if self._heartbeat else Heartbeat(seq=0)
                 self._link.send(msgspec.structs.replace(beat, seq=effect.seq))
@@ -509,6 +524,12 @@ class BusClient:
             future.set_exception(error)
         if not self._first.done():
             self._first.set_exception(error)
+
+
+def _as_before(hello: Hello) -> Hello:
+    """`hello` without what coordinators of earlier releases do not know."""
+    engine = hello.engine and msgspec.structs.replace(hello.engine, generation="", follows="")
+    return msgspec.structs.replace(hello, engine=engine)
 
 
 def _pages(blob: bytes) -> int:

@@ -51,7 +51,7 @@ from ..protocol import (
     Welcome,
     WrongProtocol,
 )
-from .interface import UNTRUSTED_KEY
+from .interface import REJECTED_KEY, UNTRUSTED_KEY
 
 RETRYABLE: Final = frozenset(
     {
@@ -63,7 +63,8 @@ RETRYABLE: Final = frozenset(
     }
 )
 """Refusals of a `Hello` that are retried. After any other a session that was never welcomed is over."""
-
+UNKNOWN_FIELD: Final = "unknown field"
+"""In the reason of a refusal: the coordinator is older than a field of the message."""
 
 HEARTBEATS_PER_ANSWER: Final = 3
 """One of so many heartbeats asks for an answer, which halves the coordinator's load of a quiet fleet."""
@@ -121,11 +122,15 @@ class GarbageArrived(msgspec.Struct, frozen=True):
     error: ProtocolError
 
 
+class DescriptionChanged(msgspec.Struct, frozen=True):
+    """The agent is another one than its last `Hello` said: its server was launched again."""
+
+
 class Ticked(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-SessionEvent = RequestSubmitted | MessageArrived | GarbageArrived | Ticked
+SessionEvent = RequestSubmitted | MessageArrived | GarbageArrived | DescriptionChanged | Ticked
 
 # -- effects ---------------------------------------------------------------------------------------------------------
 
@@ -141,6 +146,8 @@ class SendHello(msgspec.Struct, frozen=True):
     """Send `Hello` under this key."""
 
     key: RequestId
+    plain: bool = False
+    """Without fields that the coordinator does not know: it is an older one."""
 
 
 class SendHeartbeat(msgspec.Struct, frozen=True):
@@ -249,6 +256,8 @@ class AgentSession:
         """Heartbeats since the last answered one."""
         self._under_pause_lease = False
         """True while the engine is paused and would resume if the coordinator fell silent: every heartbeat asks."""
+        self._plain = False
+        """True if a `Hello` on this connection was rejected because of a field unknown to the coordinator."""
 
     @property
     def heard_at(self) -> float | None:
@@ -273,6 +282,8 @@ class AgentSession:
                 return self._message_arrived(event.message, event.blob, now)
             case GarbageArrived():
                 return self._garbage_arrived(event.error)
+            case DescriptionChanged():
+                return () if self.phase is SessionPhase.REFUSED else self._rejoin(now)
             case Ticked():
                 return self._tick(now)
 
@@ -320,7 +331,9 @@ class AgentSession:
             case _:
                 return self.welcome is not None
 
-    def _message_arrived(self, message: ToAgent, blob: bytes | None, now: float) -> tuple[SessionEffect, ...]:
+    def _message_arrived(  # one case per message
+        self, message: ToAgent, blob: bytes | None, now: float
+    ) -> tuple[SessionEffect, ...]:
         match message:
             case Welcome():
                 return self._welcomed(message, now)
@@ -399,6 +412,9 @@ class AgentSession:
         return (Connect(self._endpoint_index), *self._say_hello(now))
 
     def _hello_refused(self, refused: Refused, error: RequestRefused, now: float) -> tuple[SessionEffect, ...]:
+        if refused.request == REJECTED_KEY and UNKNOWN_FIELD in refused.reason and not self._plain:
+            self._plain = True
+            return self._rejoin(now)
         keyless = refused.code is RefusalCode.PROTOCOL_MISMATCH  # refers to an unreadable message, so it has no key
         if not keyless and refused.request != self._hello_key:
             return ()
@@ -451,6 +467,7 @@ class AgentSession:
                 self._endpoint_index = (self._endpoint_index + 1) % len(self._endpoints)
             self._connected = True
             self._silent_since = now
+            self._plain = False
             return (*effects, Connect(self._endpoint_index), *self._rejoin(now))
         if self.phase is SessionPhase.JOINING:
             return (*effects, *self._say_hello(now))
@@ -482,7 +499,7 @@ class AgentSession:
             return ()
         self._hello_at = now + self._hello_backoff_s
         self._hello_backoff_s = min(2 * self._hello_backoff_s, self._timing.hello_max_s)
-        return (SendHello(self._hello_key),)
+        return (SendHello(self._hello_key, self._plain),)
 
     def _send_heartbeat(self, now: float) -> tuple[SessionEffect, ...]:
         if now < self._heartbeat_at or self.welcome is None:

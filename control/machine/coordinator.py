@@ -300,6 +300,9 @@ class Coordinator:
         verdict = self._may_enter(message, event, before, now)
         if not verdict.ok:
             self._effects.refuse(event.peer, message.agent, message, verdict)
+            if verdict.code is RefusalCode.SERVER_TAKEN and before and before.incarnation == message.incarnation:
+                # The address of its server leads to another agent's by now: it is not to be listed, or told anything.
+                self._flush(self._leave(before, verdict.reason, now, evict=event.peer != before.peer), now)
         elif before and before.incarnation != message.incarnation:
             # Losing the earlier incarnation may move its round on: the welcome shows how things stand afterwards.
             self._queued_work.appendleft(event)
@@ -447,6 +450,7 @@ class Coordinator:
                 committed=channel.committed,
                 heartbeat_s=self.limits.heartbeat_s,
                 silence_s=self.limits.silence_s,
+                doubted=self.membership.note_owner(message),
             ),
         )
         note = AgentJoined(

@@ -153,7 +153,10 @@ class EngineRecord(msgspec.Struct, kw_only=True):
         return self.epoch_reported and not self.seen_epoch
 
     def as_info(self) -> EngineInfo:
-        """The engine's description, with its present health and version."""
+        """The engine's description for trainers, with its present health and version.
+
+        Its generation concerns the coordinator alone, and trainers of earlier releases do not know these fields.
+        """
         known = self._info
         if (
             known is None
@@ -162,7 +165,12 @@ class EngineRecord(msgspec.Struct, kw_only=True):
             or known.memory_released is not self.memory_released
         ):
             known = self._info = msgspec.structs.replace(
-                self.info, health=self.health, held=self.held, memory_released=self.memory_released
+                self.info,
+                health=self.health,
+                held=self.held,
+                memory_released=self.memory_released,
+                generation="",
+                follows="",
             )
         return known
 

@@ -5,8 +5,10 @@ when the old one was silent for `takeover_s`: long enough for several heartbeats
 sidecar that was killed and restarted to be back before it counts as lost.
 
 A server belongs to one engine agent at a time, in all channels: two agents would pause and load it against each other,
-and the ready list would name it twice. Another agent gets the server once the first one has said Bye or is lost, not
-while it may still reconnect: a short disconnect must not hand a server to an agent that was started by mistake.
+and the ready list would name it twice. Two agents have one server if they name one URL, or if what the server says of
+its launch is equal: it may be reached at several addresses. Another agent gets the server once the first one has said
+Bye or is lost, not while it may still reconnect: a short disconnect must not hand a server to an agent that was started
+by mistake.
 
 At most one trainer may publish in a channel, under an epoch that only grows. The lease keeps trainers from wasted work.
 The epoch is what keeps a former holder from changing anything: every receiver compares it, whatever the clock says.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
 import msgspec
 
@@ -38,6 +40,7 @@ from ..protocol import (
     Incarnation,
     InvariantBroken,
     RefusalCode,
+    RequestId,
     Role,
     ToCoordinator,
     Topology,
@@ -67,6 +70,22 @@ class Agent(msgspec.Struct, kw_only=True):
     """Owner of its connection's key at its `Hello`; covers that `Hello`'s name, role and channel."""
 
 
+LINEAGE: Final = 4096
+"""Process generations of servers of which the last agent is remembered."""
+
+
+class Ownership(NamedTuple):
+    """The agent that has one process generation of a server, or had it last."""
+
+    hello: RequestId
+    """Key of its `Hello`; the agent writes it down once it is welcomed."""
+    incarnation: Incarnation
+    follows: str
+    """As it said in that `Hello`."""
+    doubted: bool
+    """As it was answered."""
+
+
 class Membership:
     """The agents that count as alive."""
 
@@ -75,6 +94,9 @@ class Membership:
         self._agents: dict[AgentId, Agent] = {}
         self._by_peer: dict[Peer, AgentId] = {}
         self._by_server: dict[str, AgentId] = {}
+        """The agent of each server, by every key of `_servers`."""
+        self._last_agents: dict[str, Ownership] = {}
+        """The agent that was welcomed last for each generation of a server, the newest `LINEAGE`, the oldest first."""
         self._away: dict[AgentId, float] = {}
         """Agents without a connection -> since when; the longest first."""
 
@@ -97,16 +119,41 @@ class Membership:
         return Decision(RefusalCode.NAME_TAKEN, reason, self._limits.takeover_s - silent_s)
 
     def _server_verdict(self, hello: Hello, now: float) -> Decision:
-        holder = self._by_server.get(_server(hello.engine))
-        if holder is None or holder == hello.agent or hello.engine is None:
+        others = (self._by_server.get(server) for server in _servers(hello.engine))
+        holder = next((name for name in others if name not in (None, hello.agent)), None)
+        if holder is None or hello.engine is None:
             return YES
-        rival = self._agents[holder]
-        found = f"{rival.name!r} of channel {rival.channel!r} answers for the server at {hello.engine.url}"
-        reason = (
-            f"{found}, last heard of {now - rival.heard_at:.1f} s ago: one server, one agent. Stop one of the two; if"
-            " they are different servers, tell each agent with --url where clients reach its own"
-        )
-        return Decision(RefusalCode.SERVER_TAKEN, reason, self._limits.takeover_s)
+        rival, url = self._agents[holder], hello.engine.url
+        found = f"{rival.name!r} of channel {rival.channel!r} answers for the server at {url}"
+        advice = "if they are different servers, tell each agent with --url where clients reach its own"
+        if rival.engine and _address(rival.engine) != _address(hello.engine):
+            found = (
+                f"{found}, which it reaches at {rival.engine.url} (both are one process, by what it says of its start)"
+            )
+            advice = f"if {hello.agent!r} is for another server, give it the address of that one with --server"
+        reason = f"{found}, last heard of {now - rival.heard_at:.1f} s ago: one server, one agent. Stop one of the two;"
+        return Decision(RefusalCode.SERVER_TAKEN, f"{reason} {advice}", self._limits.takeover_s)
+
+    def note_owner(self, hello: Hello) -> bool:
+        """Note that the agent of `hello` has its server from now on.
+
+        Returns whether another agent had it since this one wrote down what it knows of the server's weights. A repeated
+        `Hello` gets the same answer: the agent may not have heard the first one.
+        """
+        engine = hello.engine
+        if engine is None or not engine.generation:
+            return False
+        last = self._last_agents.pop(engine.generation, None)
+        if last is None or engine.follows == last.hello:
+            doubted = False
+        elif hello.request == last.hello or (hello.incarnation, engine.follows) == (last.incarnation, last.follows):
+            doubted = last.doubted
+        else:
+            doubted = True
+        self._last_agents[engine.generation] = Ownership(hello.request, hello.incarnation, engine.follows, doubted)
+        if len(self._last_agents) > LINEAGE:
+            del self._last_agents[next(iter(self._last_agents))]
+        return doubted
 
     def join(self, hello: Hello, peer: Peer, now: float, principal: Principal | None = None) -> Agent:
         """Register the agent of `hello` on connection `peer`. `principal`, with keys, was authorized to say it."""
@@ -129,8 +176,7 @@ class Membership:
             principal=principal,
         )
         self._by_peer[peer] = hello.agent
-        if server := _server(hello.engine):
-            self._by_server[server] = hello.agent
+        self._by_server.update(dict.fromkeys(_servers(hello.engine), hello.agent))
         return agent
 
     def heard(self, agent: Agent, now: float) -> None:
@@ -168,8 +214,9 @@ class Membership:
     def _forget(self, name: AgentId) -> Agent | None:
         agent = self._agents.pop(name, None)
         self._away.pop(name, None)
-        if agent and self._by_server.get(server := _server(agent.engine)) == name:
-            del self._by_server[server]
+        for server in _servers(agent.engine) if agent else ():
+            if self._by_server.get(server) == name:
+                del self._by_server[server]
         return agent
 
     def peers(self, names: Iterable[AgentId]) -> tuple[Peer, ...]:
@@ -228,17 +275,22 @@ class Membership:
             heard_at = agent.heard_at
             if agent.peer is not None and self._by_peer.get(agent.peer) != agent.name:
                 raise InvariantBroken(f"{agent.name} is on connection {agent.peer!r}, which belongs to another agent")
-            if (server := _server(agent.engine)) and self._by_server.get(server) != agent.name:
-                raise InvariantBroken(
-                    f"{agent.name} is the agent of {server}, which is {self._by_server.get(server)}'s"
-                )
+            for server in _servers(agent.engine):
+                if (owner := self._by_server.get(server)) != agent.name:
+                    raise InvariantBroken(f"{agent.name} is the agent of {server}, which is {owner}'s")
         if not self._agents.keys() >= set(self._by_server.values()):
             raise InvariantBroken("a server belongs to an agent that is not here")
 
 
-def _server(engine: EngineInfo | None) -> str:
-    """Key of an agent's server: its URL, normalized; empty for an agent without a server."""
-    return engine.url.rstrip("/").lower() if engine else ""
+def _servers(engine: EngineInfo | None) -> tuple[str, ...]:
+    """Keys of an agent's server: its URL and, where the server tells it, its process generation."""
+    if engine is None:
+        return ()
+    return (_address(engine), f"generation {engine.generation}") if engine.generation else (_address(engine),)
+
+
+def _address(engine: EngineInfo) -> str:
+    return engine.url.rstrip("/").lower()
 
 
 ALLOWED: Final[Mapping[type, frozenset[Role]]] = {

@@ -296,6 +296,9 @@ class EngineInfo(Fragment, frozen=True):
     """True while the server's weight memory is released (SGLang's ``release_memory_occupation``)."""
     generation: Text = ""
     """Process generation of the server by its own account, whichever address it was reached at; empty: not known."""
+    follows: Text = ""
+    """Key of the `Hello` whose `Welcome` came last before the agent wrote down what it knows of that generation; empty:
+    it knows nothing of it."""
 
 
 class TrainerInfo(Fragment, frozen=True):
@@ -676,6 +679,8 @@ class Welcome(Message, frozen=True, tag="Welcome"):
     heartbeat_s: Seconds
     silence_s: Seconds
     """Seconds without a message after which either side counts as lost."""
+    doubted: bool = False
+    """True if another agent had this engine's server since the engine wrote down what it knows of it (`follows`)."""
 
 
 class Alive(Message, frozen=True, tag="Alive"):

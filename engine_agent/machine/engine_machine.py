@@ -6,7 +6,13 @@ Three rules keep a client from an answer of mixed weights:
 * before the first byte of served weights changes, the server is paused and a durable record calls it dirty;
 * a dirty or pending server is resumed by the commit of a version that was verified on it; or, where no coordinator is
   heard of and the policy `orphaned` says so, for that version without its commit; and by nothing else;
-* another process generation is another server: all facts about it are forgotten, and it is paused at once.
+* another process generation is another server: all facts about it are forgotten, and it is paused as soon as the
+  coordinator has welcomed this sidecar with it. The address may lead to another sidecar's server by now: only one that
+  a transfer of this sidecar may have met is paused without asking.
+
+Of a server without a record the label tells whether its weights are those of its launch: before their first change it
+is marked (`INCOMPLETE`). A server with such a label, or with a version's, is unknown. It serves again once it holds a
+version that was verified on it, or once its digests are found to be those of the committed one.
 
 One operation runs at a time. A command that comes meanwhile waits for its end, a `Transfer` behind its `Pause`; an
 abort, or a command of a higher epoch, also asks it to end soon. control/protocol/PROTOCOL.md draws both sides.
@@ -48,6 +54,7 @@ from weightbus.control.protocol import (
 
 from . import weight_state as w
 from .events import (
+    INCOMPLETE,
     Answer,
     Cancel,
     Commanded,
@@ -55,6 +62,7 @@ from .events import (
     Event,
     ForeignAct,
     ForgetAnswers,
+    JoinAgain,
     Label,
     Note,
     Operated,
@@ -66,12 +74,14 @@ from .events import (
     Receive,
     Received,
     ReceiveDoubleBuffered,
+    Recognize,
     ReleaseServer,
     Remember,
     Result,
     RunOperation,
     ServerFound,
     ServerGone,
+    ServerTaken,
     ServerWatched,
     StateRecord,
     TimePassed,
@@ -94,6 +104,8 @@ ASLEEP_S: Final = 2.0
 """Seconds between two looks at the time from which on this process has stood still (SIGSTOP, a suspended machine)."""
 AWAKE_S: Final = 5.0
 """Seconds for which a process that stood still reads what it was told meanwhile, before silence counts for it."""
+UNWELCOMED_S: Final = 5.0
+"""Seconds for the coordinator to say whether another process generation is this sidecar's to pause."""
 _TRY_AGAIN_S: Final = 1.0
 """Seconds between two tries to pause or resume a server unasked."""
 _STILLED: Final = (
@@ -128,6 +140,14 @@ class EngineMachine:
         self.identity = ""
         self.reason = "the server has not answered yet"
         self._recorded = RecordedState(record)
+        self._server = ServerFound("", "")
+        """The server as it was found last."""
+        self._committed: HeldVersion | None = None
+        """The version that was committed at the last welcome."""
+        self._label = ""
+        """Label of a server about which nothing is known; empty once its weights were compared."""
+        self._taken = ""
+        """Why the coordinator does not welcome this sidecar: the server is another one's."""
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """Version, manifest and table that were last validated: no other is received."""
         self._can_double_buffer = False
@@ -164,7 +184,9 @@ class EngineMachine:
             case Commanded():
                 effects = self._command(event.message, now)
             case Welcomed():
-                effects = self._welcomed(event.welcome)
+                effects = self._welcomed(event.welcome, now)
+            case ServerTaken():
+                effects = self._server_taken(event.reason)
             case Operated():
                 effects = self._operated(event, now)
             case ServerFound():
@@ -177,7 +199,7 @@ class EngineMachine:
                 effects = self._tick(event.heard_at, now)
             case _:
                 assert_never(event)
-        return (*effects, *self._set_right(), *self._hold(now))
+        return (*effects, *self._set_right(), *self._hold(now), *self._prove(now))
 
     @property
     def health(self) -> EngineHealth:
@@ -216,7 +238,8 @@ class EngineMachine:
             reached=self._reached,
             epoch=self.epoch,
             doing=name_of(self._running.operation) if self._running else "",
-            reason=reason,
+            reason=self._taken or reason,
+            follows=self._recorded.follows(self.identity),
             operations=self._numbers,
             checkpoint=self._checkpoint,
             orphaned=self._orphaned,
@@ -237,7 +260,12 @@ class EngineMachine:
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def _command(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
-        """Fencing, then repetition, then the command itself."""
+        """Fencing, then repetition, then the command itself.
+
+        A command that comes before this process generation is welcomed is for another one, or will come again.
+        """
+        if not self.pause_lease.accepted:
+            return (Note("command_of_another_launch", f"{message.kind} of epoch {message.epoch}"),)
         if message.epoch < self.epoch:
             return (Note("stale_command", f"{message.kind} of epoch {message.epoch}, now {self.epoch}"),)
         if message.epoch > self.epoch:
@@ -393,6 +421,8 @@ class EngineMachine:
                 return self._receiving_ended(running.operation.command, result, seconds, now)
             case Verify():
                 return self._verifying_ended(running.operation.command, result, seconds, now)
+            case Recognize(held):
+                return self._recognizing_ended(held, result, now)
             case Label(version):
                 return self._labeling_ended(version, result, now)
             case ReleaseServer():
@@ -479,6 +509,16 @@ class EngineMachine:
         label = self._run(Label(command.version, HOLD_S), None, now)
         return (self._answers.verified(command, result, seconds), *label, *loaded)
 
+    def _recognizing_ended(self, held: HeldVersion, result: Result, now: float) -> tuple[Effect, ...]:
+        """The coordinator, which learns of the version by a heartbeat, has it served."""
+        if not isinstance(result, VerificationPassed):
+            why = result.reason if isinstance(result, OperationFailed) else "the check ended without a proof"
+            self.reason = f"{self.reason}. It was not proven to hold version {held.version}: {why}"
+            return (Note("server_not_proven", self.reason),)
+        proven = self._learn(w.VersionVerified(held), now)
+        self.reason = f"holds version {held.version} by its digests, and waits to be told to serve it"
+        return (*proven, Note("server_proven", self.reason))
+
     def _labeling_ended(self, version: int, result: Result, now: float) -> tuple[Effect, ...]:
         """A server without its label by now gets it before it is resumed; one that is in doubt does not get so far."""
         if isinstance(result, OperationFailed) and result.doubted:
@@ -539,26 +579,48 @@ class EngineMachine:
 
     # -- the coordinator and the server come and go --------------------------------------------------------------------
 
-    def _welcomed(self, welcome: Welcome) -> tuple[Effect, ...]:
-        """Keep weights and pause as they are: the coordinator settles every engine after its Hello."""
+    def _welcomed(self, welcome: Welcome, now: float) -> tuple[Effect, ...]:
+        """Keep weights and pause as they are: the coordinator settles every engine after its Hello.
+
+        Unless another sidecar had the server since the record was written: then nothing is known of its weights. The
+        record is written anew in any case, so that the coordinator sees in the next Hello which one it is.
+        """
+        self.pause_lease.accepted, self._taken, self._committed = True, "", welcome.committed
+        self._recorded.welcomed = welcome.request
+        effects = self._doubt(now) if welcome.doubted and self.up else ()
+        if self.identity and self._recorded.follows(self.identity) != welcome.request:
+            effects = (*effects, self._remember())
         if welcome.boot == self.pause_lease.boot:
-            return ()
+            return effects
         self.pause_lease.boot = welcome.boot
-        return (ForgetAnswers(),)
+        return (*effects, ForgetAnswers())
+
+    def _doubt(self, now: float) -> tuple[Effect, ...]:
+        self._prepared = self._reached = self._labeled = self._paused_at = None
+        self._answers.forget()
+        return (*self._shorten(), *self._new_generation(self._server, now, restarted=False))
+
+    def _server_taken(self, reason: str) -> tuple[Effect, ...]:
+        """Nothing is done to the server until a welcome: another sidecar pauses, loads and resumes it."""
+        self.pause_lease.boot, self.pause_lease.accepted, self.pause_lease.ours = 0, False, False
+        self._taken = reason
+        return (*self._shorten(), Note("server_taken", reason))
 
     def _found(self, event: ServerFound, now: float) -> tuple[Effect, ...]:
         was_up, known = self.up, self.identity or self._recorded.identity
-        self.up = True
+        self.up, self._server = True, event
         if self.identity == event.identity:
             if not was_up:
                 self.reason = "" if self.health is EngineHealth.CLEAN else f"it answers again: {self.weights}"
             return () if was_up else (Note("server_answers_again"),)
+        relaunched = bool(self.identity) and not event.undefined
         self.identity = event.identity
         self._prepared = self._reached = self._labeled = self._paused_at = None
         self._stilled = ""
-        self.pause_lease.anew(now)
+        self.pause_lease.anew(now, accepted=not relaunched)
         self._answers.forget()
-        return (*self._shorten(), *self._recognize(event, known, now))
+        told = (JoinAgain(),) if relaunched else ()
+        return (*self._shorten(), *self._recognize(event, known, now), *told)
 
     def _shorten(self) -> tuple[Effect, ...]:
         """End the running operation soon: its result is not needed, or its server is gone."""
@@ -569,7 +631,7 @@ class EngineMachine:
 
     def _recognize(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
         record = self._recorded.record
-        if known == event.identity and record is not None:
+        if known == event.identity and record is not None and not _contradicts(event.label, record):
             unknown = record.health is EngineHealth.PENDING and record.held is None  # needs no round to be written
             self.pause_lease.ours = not unknown
             known_again = self._learn(w.ServerRecognized(record.health, record.held, record.orphaned), now)
@@ -580,13 +642,15 @@ class EngineMachine:
 
     def _new_generation(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
         """Clean only if no update can have happened before: else the weights of a launch are an unknown version."""
+        self._label = "" if event.undefined else event.label
         self._checkpoint, self.pause_lease.ours = (event.undefined and self._checkpoint) or event.checkpoint, False
-        updated = event.undefined or self._recorded.record is not None or self.epoch > 0 or event.label.isdigit()
+        changed = _changed(event.label)
+        updated = event.undefined or self._recorded.commanded or self.epoch > 0 or changed
         kept = self._learn(w.ServerLaunched(fresh=not updated), now)
         if not updated:
             self.reason = ""
             return (*kept, Note("server_found", event.identity))
-        self.reason = event.lost if restarted else f"labeled {event.label!r} by another party"
+        self.reason = event.lost if restarted and not changed else _without_record(event.label)
         return (*kept, Note("server_pending", self.reason))
 
     def _gone(self, event: ServerGone) -> tuple[Effect, ...]:
@@ -656,9 +720,40 @@ class EngineMachine:
         held_back = may_generate or self.paused is True
         return () if held_back or not self.up else self._unasked(PauseServer(PauseMode.RETRACT.value, HOLD_S), now)
 
+    def _prove(self, now: float) -> tuple[Effect, ...]:
+        """Compare the weights of an unknown, paused server with the committed version whose label it has. Once."""
+        held, idle = self._committed, self._running is None and self.paused is True
+        unknown = self.up and idle and self.weights.state is WeightState.UNKNOWN and self.pause_lease.accepted
+        if held is None or not unknown or self._label != str(held.version):
+            return ()
+        self._label = ""
+        return self._run(Recognize(held), None, now)
+
     def _unasked(self, operation: Operation, now: float) -> tuple[Effect, ...]:
-        may = self.pause_lease.given and self._running is None and self.pause_lease.due(now)
-        return self._run(operation, None, now) if may else ()
+        lease, dirty = self.pause_lease, self.health is EngineHealth.DIRTY
+        given = lease.given or (isinstance(operation, PauseServer) and lease.may_pause(now, at_once=dirty))
+        return self._run(operation, None, now) if given and self._running is None and lease.due(now) else ()
+
+
+def _contradicts(label: str, record: StateRecord) -> bool:
+    """Whether a clean record is not of what the server holds now: another sidecar, or a stranger, has changed it since.
+
+    A server has the label of its version before a record calls it clean.
+    """
+    served = "" if record.held is None else str(record.held.version)
+    return record.health is EngineHealth.CLEAN and served != (label if _changed(label) else "")
+
+
+def _changed(label: str) -> bool:
+    """Whether a server with this label may hold other weights than those of its launch."""
+    return label.isdigit() or label.startswith(INCOMPLETE)
+
+
+def _without_record(label: str) -> str:
+    """Why a server with this label is unknown, and the remedy."""
+    by = "its sidecar's record is lost, or another party labeled it"
+    found = "an update of its weights began and did not end" if label.startswith(INCOMPLETE) else f"labeled {label!r}"
+    return f"{found}, and nothing is known of it here ({by}): waits for the next version, or a resync"
 
 
 STEP_OF: Final[dict[type[Operation], Step]] = {
@@ -667,6 +762,7 @@ STEP_OF: Final[dict[type[Operation], Step]] = {
     ReceiveDoubleBuffered: Step.TRANSFER,
     Receive: Step.TRANSFER,
     Verify: Step.VERIFY,
+    Recognize: Step.VERIFY,
     Label: Step.RESUME,
     ReleaseServer: Step.RESUME,
 }
@@ -706,6 +802,8 @@ class ServerView(msgspec.Struct, frozen=True):
     """Operations that this sidecar has begun."""
     memory_released: bool = msgspec.field(default=False, name="lent")
     """True if the server has released the memory of its weights, or is about to."""
+    follows: str = ""
+    """Key of the last welcomed `Hello` when what is known of the server was written down."""
     checkpoint: str = ""
     """Folder of the checkpoint that the server was launched with; after a load from files the server names another."""
     orphaned: bool = False
@@ -846,6 +944,10 @@ class PauseLease:
         """Boot number of the coordinator that welcomed this sidecar last; 0 before."""
         self.ours = False
         """True if the record shows that a round of this sidecar met this process generation."""
+        self.accepted = True
+        """False for a process generation with which the coordinator has not welcomed this sidecar yet."""
+        self._found_at = float("-inf")
+        """When that was found."""
         self.lease_s = UNSETTLED_S
         """How long a clean server stays paused without news."""
         self.quiet_since = 0.0
@@ -854,17 +956,25 @@ class PauseLease:
         """True if an operation failed since the server was last seen to generate; the cause is not known here."""
         self._tried_at = float("-inf")
 
-    def anew(self, now: float) -> None:
+    def anew(self, now: float, *, accepted: bool) -> None:
         """Begin for another process generation."""
+        self.accepted, self._found_at = accepted, now
         self.quiet_since, self.lease_s, self.doubted = now, UNSETTLED_S, False
 
     @property
     def given(self) -> bool:
         """Whether the sidecar may pause or resume the server unasked: a stray one must not touch the server of another.
 
-        A welcome allows it, or the record of a round on this process generation.
+        A welcome with this process generation allows it, or the record of a round on it.
         """
-        return self.boot > 0 or self.ours
+        return (self.boot > 0 and self.accepted) or self.ours
+
+    def may_pause(self, now: float, *, at_once: bool) -> bool:
+        """Whether it may pause another process generation, of which the coordinator has said nothing.
+
+        Where no answer comes for `UNWELCOMED_S`; or `at_once`, if a transfer of this sidecar may have met it.
+        """
+        return self.boot > 0 and (at_once or now >= self._found_at + UNWELCOMED_S)
 
     def over(self, heard_at: float, now: float) -> bool:
         """Whether `heard_at`, when the coordinator was last heard of, is too long ago."""

@@ -1,10 +1,17 @@
 """Events, effects and operations of an engine, as plain values. Times are monotonic seconds, given from outside."""
 
 import enum
+from typing import Final
 
 import msgspec
 
 from weightbus.control.protocol import EngineHealth, EngineMessage, HeldVersion, Prepare, ToEngine, Transfer, Welcome
+
+INCOMPLETE: Final = "weightbus-incomplete:"
+"""Stands before the launch's label from right before the first change of the weights until the label is a version's.
+
+Such a label ends with the server, and every sidecar sees it: one that lost its record, has another name or another
+channel. It survives the coordinator's journal, too."""
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +26,9 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Folder that the server was launched with; after a load from disk the server itself names another."""
     orphaned: bool = False
     """True if `held`, whose commit was not heard of, is served by the policy `orphaned = serve_verified`."""
+    follows: str = ""
+    """Key of the `Hello` that was welcomed last. By it the coordinator knows whether another sidecar had the server
+    since."""
 
 
 class OrphanPolicy(enum.StrEnum):
@@ -71,6 +81,12 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
     """True if every byte was compared with the table before it reached the server."""
 
 
+class Recognize(msgspec.Struct, frozen=True, tag="recognize"):
+    """Compare the weights on the server with the committed version `held`. Changes nothing."""
+
+    held: HeldVersion
+
+
 class Label(msgspec.Struct, frozen=True, tag="label"):
     """Label the server, which stays paused, with the verified version."""
 
@@ -90,7 +106,7 @@ class ReleaseServer(msgspec.Struct, frozen=True, tag="release"):
     """True if the server has to be seen to generate, because an operation failed and the server may be the cause."""
 
 
-Operation = Validate | PauseServer | ReceiveDoubleBuffered | Receive | Verify | Label | ReleaseServer
+Operation = Validate | PauseServer | ReceiveDoubleBuffered | Receive | Verify | Recognize | Label | ReleaseServer
 
 # -- results ----------------------------------------------------------------------------------------------------------
 
@@ -153,6 +169,12 @@ class Operated(msgspec.Struct, frozen=True):
     result: Result
 
 
+class ServerTaken(msgspec.Struct, frozen=True):
+    """The coordinator refused this sidecar: the server is another one's."""
+
+    reason: str
+
+
 class ServerFound(msgspec.Struct, frozen=True):
     """The server answers; its facts."""
 
@@ -193,7 +215,7 @@ class TimePassed(msgspec.Struct, frozen=True):
     heard_at: float
 
 
-Event = Commanded | Welcomed | Operated | ServerFound | ServerGone | ServerWatched | TimePassed
+Event = Commanded | Welcomed | ServerTaken | Operated | ServerFound | ServerGone | ServerWatched | TimePassed
 
 # -- effects, carried out in this order -------------------------------------------------------------------------------
 
@@ -214,6 +236,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 class ForgetAnswers(msgspec.Struct, frozen=True):
     """Stop repeating replies to an earlier boot of the coordinator."""
+
+
+class JoinAgain(msgspec.Struct, frozen=True):
+    """Tell the coordinator that the server is another process generation: say Hello again."""
 
 
 class RunOperation(msgspec.Struct, frozen=True):
@@ -245,4 +271,4 @@ class ForeignAct(msgspec.Struct, frozen=True):
     detail: str
 
 
-Effect = Remember | Answer | ForgetAnswers | RunOperation | Cancel | Note | ForeignAct
+Effect = Remember | Answer | ForgetAnswers | JoinAgain | RunOperation | Cancel | Note | ForeignAct

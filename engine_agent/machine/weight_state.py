@@ -146,7 +146,7 @@ TABLE: Final[Mapping[type[WeightEvent], Mapping[WeightState, tuple[WeightState, 
     TransferBegan: {_U: (_T,), _P: (_T,), _D: (_T,), _L: (_T,)},
     WeightsUnchanged: {_T: (_U, _P, _D, _L)},
     WeightsDirtied: {_T: (_D,), _D: (_D,), _U: (_D,)},
-    VersionVerified: {_D: (_L,)},
+    VersionVerified: {_D: (_L,), _U: (_L,)},
     ServerResumed: {_C: (_C,), _P: (_C,), _S: (_C,)},
     VersionCommitted: {_C: (_S,), _P: (_S,), _L: (_S,), _S: (_S,), _O: (_S,)},
     OrphanServed: {_L: (_O,), _O: (_O,)},
@@ -154,7 +154,8 @@ TABLE: Final[Mapping[type[WeightEvent], Mapping[WeightState, tuple[WeightState, 
 """Event -> state -> state.
 
 `WeightsUnchanged` goes back to where `TransferBegan` came from. `WeightsDirtied` in UNKNOWN: a transfer that was meant
-for an earlier launch may have met this one. DIRTY is left by a complete, verified transfer, and by nothing else.
+for an earlier launch may have met this one. `VersionVerified` in UNKNOWN: the digests of a server of which no record is
+left are those of the committed version. DIRTY is left by a complete, verified transfer, and by nothing else.
 
 `ServerRecognized` and `ServerLaunched` are not in it: another launch of the server is another server, and begins
 anew."""
@@ -290,6 +291,8 @@ class RecordedState:
 
     def __init__(self, record: StateRecord | None) -> None:
         """`record` is what an earlier sidecar left."""
+        self.welcomed = ""
+        """Key of the `Hello` that was welcomed last."""
         self.record = record
         """The record as last written, or about to be."""
         self.ahead = False
@@ -299,6 +302,16 @@ class RecordedState:
     def identity(self) -> str:
         """Identity of the process generation that the record is of."""
         return self.record.identity if self.record else ""
+
+    @property
+    def commanded(self) -> bool:
+        """Whether a coordinator has ever told the sidecar of the record anything about a server."""
+        record = self.record
+        return record is not None and (record.epoch > 0 or record.health is not EngineHealth.CLEAN or bool(record.held))
+
+    def follows(self, identity: str) -> str:
+        """Key of the last welcomed `Hello` when the record of this process generation was written; empty for none."""
+        return self.record.follows if self.record and self.record.identity == identity else ""
 
     def remember(
         self,
@@ -318,7 +331,13 @@ class RecordedState:
         self.ahead = False
         before = self.record
         self.record = StateRecord(
-            identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder, orphaned=orphaned
+            identity=identity,
+            health=health,
+            held=held,
+            epoch=epoch,
+            checkpoint=folder,
+            orphaned=orphaned,
+            follows=self.welcomed,
         )
         waited = before == msgspec.structs.replace(self.record, health=EngineHealth.PENDING)
         return Remember(self.record, late=held is not None and (health is not EngineHealth.CLEAN or waited))

@@ -38,6 +38,7 @@ from weightbus.control.protocol import (
     Pause,
     Prepare,
     ProcessLocation,
+    RefusalCode,
     Refused,
     RequestId,
     RequestRefused,
@@ -80,6 +81,7 @@ from ..machine import (
     Event,
     ForeignAct,
     ForgetAnswers,
+    JoinAgain,
     Note,
     Operated,
     Operation,
@@ -89,6 +91,7 @@ from ..machine import (
     RunOperation,
     ServerFound,
     ServerGone,
+    ServerTaken,
     ServerView,
     TimePassed,
     WeightState,
@@ -216,6 +219,10 @@ class EngineAgent:
         self._locations: tuple[str, tuple[ProcessLocation, ...]] = ("", ())
         """Identity of a process generation, and the locations of its workers."""
         self._around: tuple[object, ...] = ()
+        self._joins_again = False
+        """True if the coordinator is to be told of another process generation of the server."""
+        self._taken = ""
+        """The refusal that names another sidecar of this server; empty while there is none."""
         self._stopping = threading.Event()
         """Set once the bus is closed on purpose: its errors are no failures."""
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
@@ -309,7 +316,7 @@ class EngineAgent:
             bus.close()
             raise
         facts = self._server.facts
-        self._bus, self._executor.blobs, self._described = bus, bus, facts
+        self._bus, self._executor.blobs, self._described, self._taken = bus, bus, facts, ""
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
         self._warn_of_limits()
         self._dispatch(Welcomed(welcome))
@@ -336,6 +343,8 @@ class EngineAgent:
                 if time.monotonic() >= told_at + _TELL_S:
                     told_at = time.monotonic()
                     self._log.warning("hello_refused" if refused else "coordinator_unreachable", reason=str(error))
+                if isinstance(error, RequestRefused):
+                    self._refused(error)
                 self._catch_up()
 
     def _catch_up(self) -> None:
@@ -391,11 +400,21 @@ class EngineAgent:
         if (lost := self._writer.failure()) is not None:
             self._dispatcher.lost(*lost)
         self._dispatcher.retry()
+        if self._bus is not None:
+            refusal = self._bus.refusal
+            self._refused(refusal[0] if refusal else None)
         self._dispatch(TimePassed(self._heard_at()))
         if self._file_resync is not None and self._bus is not None:
             command = self._file_resync.next(self._view, self._bus, time.monotonic())
             if command is not None:
                 self._dispatch(Commanded(command))
+
+    def _refused(self, refusal: RequestRefused | None) -> None:
+        """Note that the coordinator refuses this sidecar, which was welcomed before, or is not welcomed yet."""
+        taken = str(refusal) if refusal is not None and refusal.code is RefusalCode.SERVER_TAKEN else ""
+        before, self._taken = self._taken, taken
+        if taken and taken != before:
+            self._dispatch(ServerTaken(taken))
 
     def _heard_at(self) -> float:
         heard = self._bus.heard_at if self._bus else None
@@ -408,6 +427,9 @@ class EngineAgent:
             self._log.error("record_not_written", reason=self._dispatcher.problem, path=str(self._records.path))
         released = self._memory_release.begun or self._server.weights_released
         self._show(msgspec.structs.replace(self._machine.view(), memory_released=released))
+        again, self._joins_again = self._joins_again, False
+        if again and self._bus is not None:
+            self._bus.join_again()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -417,6 +439,8 @@ class EngineAgent:
                 self._reply_sender.say(effect.message)
             case ForgetAnswers():
                 self._reply_sender.forget()
+            case JoinAgain():
+                self._joins_again = True
             case RunOperation():
                 self._operations.put(effect)
             case Cancel():
@@ -545,6 +569,8 @@ class EngineAgent:
             health=view.health,
             held=view.held,
             memory_released=view.memory_released,
+            generation=facts.generation,
+            follows=view.follows,
         )
         return Hello(
             request=RequestId("filled-in-by-the-client"),
@@ -582,13 +608,15 @@ class EngineAgent:
     def _out_of_touch(self) -> str:
         """Why this engine counts as out of the coordinator's sight, and since when; empty while it does not.
 
-        An engine that is not trusted is out at once, as on the coordinator's ready list. Any other refusal, as of a
+        An engine that is not trusted, or whose server is another one's, is out at once, as on the ready list. Any
+        other refusal, as of a
         coordinator that has just restarted, and silence count after `silence_s`.
         """
         bus, now = self._bus, time.monotonic()
         refusal = bus.refusal if bus else None
         silence = bus.welcome.silence_s if bus and bus.welcome else 0.0
-        if refusal is not None and (isinstance(refusal[0], NotTrusted) or now - self._heard_at() > silence):
+        at_once = refusal is not None and (isinstance(refusal[0], NotTrusted) or bool(self._taken))
+        if refusal is not None and (at_once or now - self._heard_at() > silence):
             error, since = refusal
             return f"{_since('refused', now - since)} ({error})"
         if now - self._heard_at() <= silence:

@@ -13,7 +13,7 @@ from weightbus.control.server import Readiness
 
 from ..engines import Engine
 from ..errors import EngineAgentError, NothingToGive
-from ..machine import ServerFound, ServerView, StateRecord
+from ..machine import INCOMPLETE, ServerFound, ServerView, StateRecord
 
 _GIVE_S: Final = 60.0
 """Requests are ended first, and a large memory takes a while to unmap."""
@@ -60,6 +60,9 @@ class MemoryRelease:
             facts = self._server.prepare_release()
             self._server.pin(facts.identity)
             self._write_off(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
+            if not facts.label.isdigit():  # a sidecar without this one's record must not take it for freshly launched
+                self._server.pin(facts.identity)
+                self._server.set_label(f"{INCOMPLETE}{facts.label}")
             self._server.release_memory()
         except Exception as error:  # noqa: BLE001 - carried to the thread that asked
             asked.set_exception(error)

@@ -72,6 +72,7 @@ from ..errors import (
     WrongWeights,
 )
 from ..machine import (
+    INCOMPLETE,
     Label,
     Operation,
     OperationDone,
@@ -80,6 +81,7 @@ from ..machine import (
     Receive,
     Received,
     ReceiveDoubleBuffered,
+    Recognize,
     ReleaseServer,
     Result,
     Validate,
@@ -225,7 +227,7 @@ class OperationExecutor:
         active = self._active
         return isinstance(operation, Receive) and (self._server.dirty or (active is not None and active.touched))
 
-    def _perform(self, operation: Operation) -> Result:
+    def _perform(self, operation: Operation) -> Result:  # noqa: C901  # one case per operation
         self._worker_health.require(
             self._generation, self._active if isinstance(operation, PauseServer | ReleaseServer) else None
         )
@@ -250,6 +252,10 @@ class OperationExecutor:
             case Verify(command, checked):
                 proven = self._verify(command, checked=checked)
                 self._server.confirm("the transfer")
+                return proven
+            case Recognize(held):
+                proven = self._recognize(held)
+                self._server.confirm("the comparison")
                 return proven
             case Label(version, deadline_s):
                 if self._server.updating:
@@ -370,6 +376,7 @@ class OperationExecutor:
             self._receivers[kind] = SavedReceiver() if kind == SAVED else self._make(kind)
         self._active = receiver = self._receivers[kind]
         left = max(until - time.monotonic(), 0.001)
+        self._mark_incomplete(left)
         self._server.resume_weights_memory(min(left, CALL_S))
         before = receiver.devices if isinstance(receiver, Sized) else ()
         try:
@@ -439,14 +446,7 @@ class OperationExecutor:
     # -- verification, release -----------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
-        layout, table = self._read(command.manifest, command.table, VERIFY_S)
-        assert table is not None, "a version is verified with its digest table"
-        wanted = (self._server.digest_algorithm, self._server.tp)
-        live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
-        if live is not None:
-            found = self._server.live_digests(proof_s(layout.nbytes))
-            compare(live.parameters, found)
-            self.proven = self.loads, found
+        if self._holds(command.manifest, command.table):
             return VerificationPassed("live-digest")
         if checked:
             return VerificationPassed("bucket-digest")
@@ -455,10 +455,41 @@ class OperationExecutor:
             return VerificationPassed("")
         raise WrongWeights(
             "verify",
-            f"this server cannot report digests that the trainer can predict (found {wanted[0] or 'none'} at tp"
-            f" {wanted[1]}), and no bucket was compared before the load: serve a model whose layout is known, use the"
-            " disk transport, or set verify = available to take versions that are not proven",
+            f"{self._no_digests}, and no bucket was compared before the load: serve a model whose layout is known, use"
+            " the disk transport, or set verify = available to take versions that are not proven",
         )
+
+    def _holds(self, manifest: str, table: str) -> bool:
+        """Compare the live weights with a digest table; False if there is nothing to compare, `WrongWeights` if not."""
+        layout, digests = self._read(manifest, table, VERIFY_S)
+        assert digests is not None, "a version is verified with its digest table"
+        wanted = (self._server.digest_algorithm, self._server.tp)
+        live = {(each.algorithm, each.tp): each for each in digests.live}.get(wanted)
+        if live is None:
+            return False
+        found = self._server.live_digests(proof_s(layout.nbytes))
+        compare(live.parameters, found)
+        self.proven = self.loads, found
+        return True
+
+    @property
+    def _no_digests(self) -> str:
+        found, tp = self._server.digest_algorithm or "none", self._server.tp
+        return f"this server cannot report digests that the trainer can predict (found {found} at tp {tp})"
+
+    def _recognize(self, held: HeldVersion) -> Result:
+        """Whether the server has the committed version, which a sidecar of before brought it."""
+        if not self._holds(held.manifest, held.table):
+            raise WrongWeights("recognize", self._no_digests)
+        return VerificationPassed("live-digest")
+
+    # -- the mark of weights that are being changed --------------------------------------------------------------------
+
+    def _mark_incomplete(self, deadline_s: float) -> None:
+        """Mark a server that has its launch weights, before the first byte: the label outlives any sidecar."""
+        label = self._server.last_label
+        if not label.isdigit() and not label.startswith(INCOMPLETE):
+            self._server.set_label(f"{INCOMPLETE}{label}", min(deadline_s, CALL_S))
 
     def _release(self, release: ReleaseServer) -> None:
         """Label last but for the flush, flush before anything generates."""
@@ -468,6 +499,8 @@ class OperationExecutor:
         self._settle(min(release.deadline_s, RETURN_S))
         if release.version is not None and not release.labeled:
             self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
+        if release.version is None and self._server.last_label.startswith(INCOMPLETE):  # nothing was changed after all
+            self._server.set_label(self._server.last_label.removeprefix(INCOMPLETE), min(release.deadline_s, CALL_S))
         self._server.resume_memory(min(release.deadline_s, CALL_S))
         if release.flush:
             self._server.flush(max(until - time.monotonic(), 0.001))

@@ -78,6 +78,10 @@ class World:
     def found(self, identity: str = "first", label: str = "default") -> tuple[Effect, ...]:
         return self.event(ServerFound(identity, label, "/models/served"))
 
+    def relaunched(self, identity: str = "second") -> tuple[Effect, ...]:
+        """Found as another launch, and welcomed with it."""
+        return (*self.found(identity), *self.welcome())
+
     def gone(self) -> tuple[Effect, ...]:
         return self.event(ServerGone("connection refused"))
 
@@ -87,9 +91,17 @@ class World:
             self.heard_at = self.now
         return self.event(TimePassed(self.heard_at))
 
-    def welcome(self, boot: int = 1) -> tuple[Effect, ...]:
+    def welcome(
+        self, boot: int = 1, committed: m.HeldVersion | None = None, *, doubted: bool = False
+    ) -> tuple[Effect, ...]:
         welcome = m.Welcome(
-            request=RequestId("r"), boot=boot, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=10.0
+            request=RequestId("r"),
+            boot=boot,
+            epoch=Epoch(0),
+            committed=committed,
+            heartbeat_s=1.0,
+            silence_s=10.0,
+            doubted=doubted,
         )
         return self.event(Welcomed(welcome))
 

@@ -226,6 +226,7 @@ class RecordDisk:
 
     def __init__(self, world: World, name: str) -> None:
         self._world = world
+        self._name = name
         self._rng = world.rng(f"disk-{name}")
         self.files = Files()
         self._file = StateFile(SimPath(self.files), name)  # type: ignore[arg-type]
@@ -278,6 +279,13 @@ class RecordDisk:
     def lose_power(self) -> None:
         """What is not synced is lost, or torn."""
         self.files.lose_power(self._rng)
+
+    def vanish(self) -> None:
+        """The folder of a container without a volume: the next life finds nothing."""
+        full, self.files = self.files.full, Files()
+        self.files.full = full
+        self._file = StateFile(SimPath(self.files), self._name)  # type: ignore[arg-type]
+        self._written = [None]
 
 
 def _on(_: str) -> None:

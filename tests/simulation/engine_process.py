@@ -26,6 +26,7 @@ from weightbus.control.protocol.messages import (
     Incarnation,
     Pause,
     Prepare,
+    RefusalCode,
     RequestId,
     Role,
     Topology,
@@ -41,12 +42,14 @@ from weightbus.control.security.trust import (
 )
 from weightbus.engine_agent.machine.engine_machine import EngineMachine
 from weightbus.engine_agent.machine.events import (
+    INCOMPLETE,
     Answer,
     Cancel,
     Commanded,
     Effect,
     Event,
     ForgetAnswers,
+    JoinAgain,
     Label,
     Note,
     Operated,
@@ -58,12 +61,14 @@ from weightbus.engine_agent.machine.events import (
     Receive,
     Received,
     ReceiveDoubleBuffered,
+    Recognize,
     ReleaseServer,
     Remember,
     Result,
     RunOperation,
     ServerFound,
     ServerGone,
+    ServerTaken,
     StateRecord,
     TimePassed,
     Validate,
@@ -102,10 +107,12 @@ class EngineProcess(Process):
         live: bool,
         older: bool = False,
         apart_from: tuple[str, ...] = (),
+        name: str = "",
     ) -> None:
-        super().__init__(world, server.name, drift)
+        """`name` is another one than its server's for a second sidecar, which reaches that at another address."""
+        super().__init__(world, name or server.name, drift)
         self._world, self.server = world, server
-        self.record = RecordDisk(world, server.name)
+        self.record = RecordDisk(world, self.name)
         self.transports, self.live, self.older = transports, live, older
         self.apart_from = apart_from
         """Trainers that have no transport for it."""
@@ -143,6 +150,8 @@ class EngineProcess(Process):
         self._answers: deque[tuple[int, EngineMessage]] = deque()
         self._event_bell, self._work_bell, self._speech_bell, self._late_bell = Bell(), Bell(), Bell(), Bell()
         self._boot = 0
+        self._joins_again = False
+        self._taken = ""
         self._number, self._called_off = 0, -1
         self._signer: AgentId | None = None
         self._believed: Prepare | None = None
@@ -207,6 +216,11 @@ class EngineProcess(Process):
         if lost is not None:
             self._dispatcher.lost(*lost)
         self._dispatcher.retry()
+        refusal = self.client.refusal if self.client else None
+        taken = str(refusal[0]) if refusal and refusal[0].code is RefusalCode.SERVER_TAKEN else ""
+        before, self._taken = self._taken, taken
+        if taken and taken != before:
+            self._dispatch(ServerTaken(taken))
         heard = self.client.heard_at if self.client else None
         self._dispatch(TimePassed(float("-inf") if heard is None else heard))
 
@@ -219,6 +233,10 @@ class EngineProcess(Process):
         machine = self.machine
         assert machine is not None
         self._view = machine.view()
+        again, self._joins_again = self._joins_again, False
+        if again and self.client is not None:
+            self.client.join_again()
+            self.client.turn()
 
     def _write(self, record: StateRecord) -> None:
         """At once; what was to be written late is older."""
@@ -237,6 +255,8 @@ class EngineProcess(Process):
                 self._speech_bell.ring()
             case ForgetAnswers():
                 self._boot += 1
+            case JoinAgain():
+                self._joins_again = True
             case RunOperation():
                 self._operations.append(effect)
                 self._work_bell.ring()
@@ -314,7 +334,7 @@ class EngineProcess(Process):
             yield 0.2 if self._up and self._misses else POLL_S
 
     def _identity(self) -> str:
-        return f"{self.name}-launch-{self.server.launch}"
+        return f"{self.server.name}-launch-{self.server.launch}"
 
     # -- the worker
 
@@ -336,7 +356,7 @@ class EngineProcess(Process):
             result = OperationFailed(str(error) or type(error).__name__, self.touched)
         return result
 
-    def _do(self, operation: Operation) -> Thread:
+    def _do(self, operation: Operation) -> Thread:  # noqa: C901  # one case per operation
         match operation:
             case Validate(command, _, serving):
                 self._believe(command, serving)
@@ -355,9 +375,14 @@ class EngineProcess(Process):
                 return (yield from self._receive(command))
             case Verify(command, checked):
                 return (yield from self._verify(command, checked=checked))
+            case Recognize(held):
+                if not self.live:
+                    raise TransferBroken("this server cannot report digests")
+                yield from self._compare((yield from self._table(held.table, 10.0)))
+                return VerificationPassed("live-digest")
             case Label(version, deadline_s):
                 yield self._world.data_rng.choice((0.0, 0.02, 0.5))  # its server may still have to return
-                yield from self._label(version, deadline_s)
+                yield from self._label(str(version), deadline_s)
             case ReleaseServer():
                 yield from self._release(operation)
         return OperationDone()
@@ -367,6 +392,8 @@ class EngineProcess(Process):
         if self._world.trust is not None:
             self._object(verify_endpoint(command, self._signer, self._world.trust))
         wanted = (yield from self._table(command.table, command.deadline_s)) if command.table else None
+        if not _is_versions(self._last_label):
+            yield from self._label(f"{INCOMPLETE}{self._last_label}", command.deadline_s)
         checked, followed = yield from receive(
             self._world, self, command.offer.address, command.epoch, wanted, deadline
         )
@@ -407,23 +434,27 @@ class EngineProcess(Process):
     def _verify(self, command: Transfer, *, checked: bool) -> Thread:
         wanted = yield from self._table(command.table, 10.0)
         if self.live:
-            found: list[tuple[str, ...]] = []
-            yield from self.call(lambda: found.append(tuple(self.server.buckets)), CALL_S)
-            if found[0] != wanted:
-                raise TransferBroken("the server does not hold what the table says")
+            yield from self._compare(wanted)
             return VerificationPassed("live-digest")
         if checked:
             return VerificationPassed("bucket-digest")
         raise TransferBroken("nothing can prove this version")
 
-    def _label(self, version: int, deadline_s: float) -> Thread:
-        label = str(version)
+    def _compare(self, wanted: tuple[str, ...]) -> Thread:
+        found: list[tuple[str, ...]] = []
+        yield from self.call(lambda: found.append(tuple(self.server.buckets)), CALL_S)
+        if found[0] != wanted:
+            raise TransferBroken("the server does not hold what the table says")
+
+    def _label(self, label: str, deadline_s: float) -> Thread:
         yield from self.call(lambda: self.server.set_label(label), min(deadline_s, CALL_S))
         self._last_label = label
 
     def _release(self, release: ReleaseServer) -> Thread:
         if release.version is not None and not release.labeled:
-            yield from self._label(release.version, release.deadline_s)
+            yield from self._label(str(release.version), release.deadline_s)
+        if release.version is None and self._last_label.startswith(INCOMPLETE):
+            yield from self._label(self._last_label.removeprefix(INCOMPLETE), release.deadline_s)
         if release.flush:
             yield from self.call(self.server.flush, min(release.deadline_s, CALL_S))
         yield from self.call(self.server.resume, min(release.deadline_s, CALL_S))
@@ -476,6 +507,8 @@ class EngineProcess(Process):
             transports=self.transports,
             health=view.health,
             held=view.held,
+            generation=self._identity(),
+            follows=view.follows,
         )
         return Hello(
             request=RequestId("filled-in-by-the-client"),
@@ -499,3 +532,8 @@ class EngineProcess(Process):
     def _heartbeat(self) -> Heartbeat:
         view = self._view
         return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held)
+
+
+def _is_versions(label: str) -> bool:
+    """Whether a server with this label has other weights than those of its launch, or may have."""
+    return label.isdigit() or label.startswith(INCOMPLETE)

@@ -77,6 +77,7 @@ INVARIANTS: Final = {
     "same-answer": "the same request gets the same answer",
     "ready-is-ready": "an engine listed as ready holds the bits of the committed version, or of one that the policy"
     " still allows, and was heard of lately",
+    "listed-once": "no server is listed as ready under two names",
     "commit-verified": "a version is committed only when a server has held exactly its buckets",
     "enough-engines": "a version is committed only with as many verified engines as its trainer asked for",
     "left-alone": "an engine without a transport is told nothing of a round, and is listed only once it said"
@@ -412,6 +413,9 @@ class Judge:
         if ready:
             self._ready[engine] = None
             server = self._world.server(engine)
+            names = [name for name in self._ready if self._world.server(AgentId(name)) is server]
+            if len(names) > 1:
+                self.broken("listed-once", f"{server.name} is listed as {names}")
             silent = self._spoke_at.get(engine, 0.0) < self._joined_at.get(engine, 0.0)
             if silent and self._world.engines[engine].apart_from:
                 self.broken("left-alone", f"{engine} is listed as ready, and has not said that it serves")

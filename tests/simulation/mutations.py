@@ -50,6 +50,7 @@ JOURNAL, RECORD_FILE, LEDGER = (
     "engine_agent/state_file.py",
     "engine_agent/machine/weight_state.py",
 )
+MEMBERSHIP = "control/machine/membership.py"
 ROUND, PARTICIPANTS, REGISTRY = (
     "control/machine/round.py",
     "control/machine/participants.py",
@@ -509,7 +510,7 @@ MUTATIONS: Final = (
         "takes-another-launch-for-the-same",
         "ready-is-ready",
         APPLICATION,
-        "        if known == event.identity and record is not None:",
+        "        if known == event.identity and record is not None and not _contradicts(event.label, record):",
         "        if record is not None:",
     ),
     _m(
@@ -649,5 +650,19 @@ MUTATIONS: Final = (
         "control/machine/engine_registry.py",
         "        self.version_in_doubt = version != (self.held.version if self.held else None)\n",
         "        self.version_in_doubt = False\n",
+    ),
+    _m(
+        "a-marked-server-counts-as-freshly-launched",
+        "no-mixed-tokens",
+        APPLICATION,
+        "    return label.isdigit() or label.startswith(INCOMPLETE)\n",
+        "    return label.isdigit()\n",
+    ),
+    _m(
+        "a-server-is-known-by-its-address-alone",
+        "listed-once",
+        MEMBERSHIP,
+        'return (_address(engine), f"generation {engine.generation}") if engine.generation else (_address(engine),)',
+        "return (_address(engine),)",
     ),
 )

@@ -14,6 +14,8 @@ from .network import Weather
 LOCAL, GROUP, DIRECT = TransportKind.LOCAL, TransportKind.DISTRIBUTED, TransportKind.DIRECT
 FOLDER = TransportKind.DISK
 """The one transport of an engine that some trainer cannot use."""
+SECOND = ("renamed", "second")
+"""Faults in which a server has a second sidecar, of another name, address and record: after the first, or beside it."""
 LONGEST_S = 60.0
 MOMENTS = ("preparing", "pausing", "offering", "transferring", "verifying", "committing", "resuming", "aborting")
 
@@ -154,7 +156,22 @@ def _draw(seed: int, *, setbacks: bool) -> Scenario:
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
     drawn = _with_revocations(drawn)
-    return _with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks)))
+    return _with_strangers(_with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks))))
+
+
+def _with_strangers(drawn: Scenario) -> Scenario:
+    """Sidecars that know nothing of their server: without their record, by another name, a second one. By own dice."""
+    rng = random.Random(f"weightbus-strangers-{drawn.seed}")
+    if rng.random() >= 0.15:
+        return drawn
+    faults = [*drawn.faults]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        at = rng.choice((rng.uniform(1.0, 5.0), rng.uniform(1.0, drawn.calm_from - 3.0)))  # often in the first round
+        kind, moment = rng.choice(("record-lost", *SECOND)), rng.choice(("", "transferring", "transferring", *MOMENTS))
+        lasts = rng.choice((0.2, 1.0, 3.0)) if kind == "record-lost" else rng.uniform(2.0, 25.0)
+        faults.append(Fault(at=at, kind=kind, target=rng.choice(drawn.engines).name, lasts=lasts, moment=moment))
+    faults.sort(key=lambda fault: fault.at)
+    return msgspec.structs.replace(drawn, faults=tuple(faults))
 
 
 def longer(drawn: Scenario, times: float) -> Scenario:

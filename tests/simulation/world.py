@@ -24,7 +24,7 @@ from .invariants import Judge
 from .loop import Loop
 from .network import Network, Weather
 from .process import Process, Trap
-from .scenario import DIRECT, Fault, Scenario
+from .scenario import DIRECT, SECOND, EngineSpec, Fault, Scenario
 from .seals import trust_of
 from .server_model import ServerModel
 from .trainer_process import TrainerProcess
@@ -108,6 +108,11 @@ class World:
             )
             for spec in scenario.engines
         }
+        self.seconds: dict[str, EngineProcess] = {}
+        """A second sidecar of some servers, by the first one's name: it has another name, record and address."""
+        for spec in scenario.engines:
+            if any(fault.kind in SECOND and fault.target == spec.name for fault in scenario.faults):
+                self.seconds[spec.name] = self._second_of(spec)
         self.trainers = {
             name: TrainerProcess(self, name, drift.uniform(-0.01, 0.01), self._transports_of(name))
             for name in scenario.trainers
@@ -139,6 +144,20 @@ class World:
         self._orphan_since: dict[tuple[str, int], float] = {}
         """Engine and life of its agent -> since when it is against the promises of an orphan."""
         self._unsaid_since: float | None = None
+
+    def _second_of(self, spec: EngineSpec) -> EngineProcess:
+        second = EngineProcess(
+            self,
+            self.servers[spec.name],
+            -spec.drift,
+            spec.transports,
+            live=spec.live,
+            older=spec.older,
+            apart_from=spec.apart_from,
+            name=f"x{spec.name}",
+        )
+        self.engines[second.name] = second
+        return second
 
     def _transports_of(self, trainer: str) -> tuple[TransportKind, ...]:
         specs = [spec for spec in self.scenario.engines if trainer not in spec.apart_from]
@@ -192,7 +211,8 @@ class World:
         for fault in self.scenario.faults:
             self.loop.at(fault.at, lambda each=fault: self._due(each))
         for process in self.processes:
-            self._watch_over(process)
+            if process not in self.seconds.values():
+                self._watch_over(process)
         self.coordinator.start()
         for name, server in self.servers.items():
             self.loop.after(self._dice.random() * 2.0, server.start)
@@ -223,7 +243,8 @@ class World:
         for trainer in self.trainers.values():
             if trainer.busy:
                 return f"{trainer.name} is still publishing"
-        for name, engine in self.engines.items():
+        for name in self.servers:
+            engine = self.engines[name]
             known = channel.engines.get(name)
             if known is None or not known.alive:
                 return f"{name} has not joined"
@@ -278,7 +299,7 @@ class World:
 
     def server(self, name: str) -> ServerModel:
         """The server of an engine."""
-        return self.servers[name]
+        return self.engines[name].server
 
     def policy(self) -> Policy:
         """What trainers of this scenario ask for."""
@@ -369,7 +390,7 @@ class World:
     def _look_at_leases(self) -> None:
         now = self.loop.now
         for name, engine in self.engines.items():
-            server, machine = self.servers[name], engine.machine
+            server, machine = engine.server, engine.machine
             held_up = (
                 machine is not None
                 and not engine.frozen
@@ -407,7 +428,8 @@ class World:
 
     def may_serve_orphan(self, name: str) -> bool:
         """Whether an engine may generate from a version that was never committed."""
-        return self.scenario.orphaned == "serve_verified" and self._unheard_s(self.engines[name]) >= ORPHANED_S - 1.0
+        silent_s = max(self._unheard_s(each) for each in self.engines.values() if each.server.name == name)
+        return self.scenario.orphaned == "serve_verified" and silent_s >= ORPHANED_S - 1.0
 
     def _unheard_s(self, engine: EngineProcess) -> float:
         """Seconds since the coordinator last said anything but a refusal to this engine."""
@@ -416,9 +438,9 @@ class World:
     def _look_at_orphans(self) -> None:
         now = self.loop.now
         for name, engine in self.engines.items():
-            if not self.servers[name].generates:
+            if not engine.server.generates:
                 self.judge.orphans_served.pop(name, None)
-            server, machine = self.servers[name], engine.machine
+            server, machine = engine.server, engine.machine
             runs = machine is not None and not engine.frozen and server.up and not server.frozen and machine.up
             generates = server.generates and len(server.tags) == 1 and not self.judge.is_committed(server.tags[0])
             stands = (
@@ -498,6 +520,17 @@ class World:
             case "kill":
                 self._restart_s[target] = lasts
                 self._process(target).die("SIGKILL")
+            case "record-lost":
+                self._restart_s[target] = lasts
+                self._process(target).die("SIGKILL")
+                self.loop.note(target, "** its record is gone")
+                self.engines[target].record.vanish()
+            case "renamed" | "second":
+                if fault.kind == "renamed":
+                    self._restart_s[target] = lasts + 0.5
+                    self._process(target).die("SIGKILL")
+                self.loop.after(0.05, self.seconds[target].start)
+                self.loop.after(lasts, lambda: self.seconds[target].die("SIGKILL"))
             case "setback":
                 self._restart_s[target] = lasts
                 self._process(target).die("SIGKILL")
@@ -564,6 +597,9 @@ class World:
         self.cut_off.clear()
         self.network.weather = Weather()
         self.loop.note("world", "-- from here on nothing goes wrong any more")
+        for second in self.seconds.values():
+            second.thaw()
+            second.die("SIGKILL")
         for process in self.processes:
             process.trap = None
             process.thaw()

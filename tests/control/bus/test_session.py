@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.control.bus.interface import UNTRUSTED_KEY
+from weightbus.control.bus.interface import REJECTED_KEY, UNTRUSTED_KEY
 from weightbus.control.bus.session import (
     HOLD_S,
     PROMPT_S,
@@ -14,6 +14,7 @@ from weightbus.control.bus.session import (
     AgentSession,
     Connect,
     Deliver,
+    DescriptionChanged,
     GarbageArrived,
     GiveUp,
     Join,
@@ -682,3 +683,36 @@ def test_an_agent_that_is_told_something_else_is_told_what_it_is_owed_first() ->
     acks.add([(TWO, answer(Paused, request="other"))], 0.0)
     assert acks.take_before((ONE,), command(Abort)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
     assert [peer for peer, _ in acks.take_due(0.0, quiet=True)] == [TWO]
+
+
+def test_a_changed_agent_says_hello_again_on_its_connection(joined: Conversation) -> None:
+    """Its server was launched again: requests wait for the Welcome, and are kept (N47)."""
+    joined.ask()
+    first = joined.session.pending
+    (hello,) = joined(DescriptionChanged())
+    assert hello == SendHello(joined.key)
+    assert joined.session.pending == first
+    effects = joined.welcome()
+    assert [type(each) for each in effects] == [Join, Transmit]
+
+
+def test_an_older_coordinator_is_told_only_what_it_knows(talk: Conversation) -> None:
+    """It refuses the whole message, and names no request; a coordinator on the next connection may be newer (N44)."""
+    talk(Ticked())
+    reason = "cannot be decoded: Object contains unknown field `generation` - at `$.engine`"
+    rejected = MessageArrived(Refused(request=REJECTED_KEY, code=RefusalCode.NOT_ALLOWED, reason=reason))
+    (again,) = talk(rejected)
+    assert again == SendHello(talk.key, plain=True)
+    assert talk(rejected) == ()
+    assert [type(each) for each in talk.welcome()] == [Join]
+    effects = talk.after(60.0)
+    assert effects[:1] == (Connect(),)
+    assert effects[1] == SendHello(talk.key)
+
+
+def test_an_untrusted_agent_goes_on_as_it_was(talk: Conversation) -> None:
+    """Its Hello is rejected for another reason, which may pass (N45)."""
+    talk(Ticked())
+    reason = "this connection's key is not trusted any more"
+    assert talk(MessageArrived(Refused(request=REJECTED_KEY, code=RefusalCode.NOT_ALLOWED, reason=reason))) == ()
+    assert talk.after(0.05) == (SendHello(talk.key),)

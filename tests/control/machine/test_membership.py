@@ -15,7 +15,7 @@ from weightbus.control.machine.effects import (
     Refusal,
     Tick,
 )
-from weightbus.control.machine.membership import Membership
+from weightbus.control.machine.membership import LINEAGE, Membership
 from weightbus.control.machine.states import RoundState
 from weightbus.control.protocol.messages import (
     PROTOCOL,
@@ -24,6 +24,7 @@ from weightbus.control.protocol.messages import (
     Channel,
     EngineHealth,
     GetStatus,
+    Granted,
     Heartbeat,
     Hello,
     Incarnation,
@@ -307,6 +308,154 @@ def test_two_agents_of_one_server() -> None:
     assert second.pending
     report = world.publish(world.trainer(), 1)
     assert [each.engine for each in report.engines] == ["e0"]
+
+
+@pytest.mark.parametrize("channel", [CHANNEL, Channel("other")])
+def test_one_server_at_two_addresses_is_one_agents(channel: Channel) -> None:
+    """``localhost``, a second address of the loopback, a port that is forwarded: the server says which launch it is.
+
+    (G1, N47, F37)
+    """
+    world = World()
+    world.engine("e0", url="http://127.0.0.1:30000", generation="g1")
+    url = "http://localhost:30000"
+    found = answer(world, msgspec.structs.replace(HELLO, channel=channel, engine=engine_info(url=url, generation="g1")))
+    assert isinstance(found, Refused)
+    assert found.code is RefusalCode.SERVER_TAKEN
+    for part in ("'e0' of channel 'policy'", url, "http://127.0.0.1:30000", "Stop one of the two", "--server"):
+        assert part in found.reason
+    assert ready_urls(world) == ("http://127.0.0.1:30000",)
+
+
+@pytest.mark.parametrize("generation", ["g2", ""])
+def test_servers_of_other_generations_are_others(generation: str) -> None:
+    """An agent of an earlier release tells none: its server is known by its URL alone (N44, N47)."""
+    world = World()
+    world.engine("e0", generation="g1")
+    world.engine("e1", generation=generation)
+    world.engine("e2", generation="")
+    assert refusals(world, "e1") == refusals(world, "e2") == []
+    assert len(world.ready) == 3
+
+
+@pytest.mark.parametrize("way", ["bye", "lost"])
+def test_a_generation_is_free_once_its_agent_is_gone(way: str) -> None:
+    """As a URL is: by `Bye` at once, by silence after its deadline; another name gets it then (N46, N47)."""
+    world = World()
+    first = world.engine("e0", generation="g1")
+    if way == "bye":
+        world.handle(MessageReceived(peer=first.peer, message=Bye()))
+    else:
+        first.die()
+    world.engine("e1", generation="g1")
+    assert (refusals(world, "e1") == []) is (way == "bye")
+    world.advance(world.limits.silence_s + 1)
+    assert world.ready == ("e1",)
+
+
+def test_a_server_launched_again_frees_its_generation() -> None:
+    """Its agent says Hello again, and keeps its place; the earlier generation means nothing any more (N47)."""
+    world = World()
+    first = world.engine("e0", generation="g1")
+    first.info = engine_info("e0", generation="g2")
+    first.say(first.hello())
+    world.settle()
+    assert refusals(world, "e0") == []
+    world.engine("e1", generation="g1")
+    assert refusals(world, "e1") == []
+    world.engine("e2", generation="g2")
+    assert refusals(world, "e2") == [RefusalCode.SERVER_TAKEN]
+
+
+def test_an_agent_whose_address_leads_to_anothers_server_is_out_at_once() -> None:
+    """Behind a service address another server answers: it is listed under its own agent's name alone (G7, N47)."""
+    world = World()
+    world.engine("e0", generation="g1")
+    second = world.engine("e1", generation="g2")
+    assert world.ready == ("e0", "e1")
+    second.info = engine_info("e1", generation="g1")
+    second.say(second.hello())
+    world.settle()
+    assert refusals(world, "e1")[-1] is RefusalCode.SERVER_TAKEN
+    assert world.ready == ("e0",)
+    report = world.publish(world.trainer(), 1)
+    assert [each.engine for each in report.engines] == ["e0"]
+
+
+class TestLineage:
+    """Whether an agent knows of everything that was done to its server (N59)."""
+
+    def said(self, members: Membership, name: str, follows: str, key: str) -> bool:
+        return members.note_owner(
+            Hello(
+                request=RequestId(key),
+                agent=AgentId(name),
+                role=Role.ENGINE,
+                channel=CHANNEL,
+                incarnation=Incarnation(name),
+                engine=engine_info(generation="g", follows=follows),
+            )
+        )
+
+    def test_an_agent_that_follows_the_last_one_knows_everything(self) -> None:
+        """It comes back with the record, under whatever name."""
+        members = Membership(LIMITS)
+        assert not self.said(members, "first", "", "k1")
+        assert not self.said(members, "second", "k1", "k2")
+        assert not self.said(members, "third", "k2", "k3")
+
+    @pytest.mark.parametrize("follows", ["", "k1"])
+    def test_an_agent_that_follows_another_does_not(self, follows: str) -> None:
+        """Its record is lost, or older than what another sidecar did meanwhile."""
+        members = Membership(LIMITS)
+        self.said(members, "first", "", "k1")
+        self.said(members, "second", "k1", "k2")
+        assert self.said(members, "third", follows, "k3")
+
+    def test_a_repeated_hello_is_answered_as_before(self) -> None:
+        """Its Welcome may be lost; the same words under another key come from a connection that broke."""
+        members = Membership(LIMITS)
+        self.said(members, "first", "", "k1")
+        for key in ("k2", "k2", "k3"):
+            assert self.said(members, "second", "", key)
+        assert not self.said(members, "second", "k3", "k4")
+        for key in ("k5", "k5", "k6"):
+            assert not self.said(members, "second", "k4", key)
+
+    def test_one_that_never_heard_its_doubt_dies(self) -> None:
+        """Its successor has the old record, and is doubted as well."""
+        members = Membership(LIMITS)
+        self.said(members, "first", "", "k1")
+        self.said(members, "other", "", "k2")
+        assert self.said(members, "first", "k1", "k3")
+        assert self.said(members, "successor", "k1", "k4")
+
+    def test_what_is_remembered_is_bounded(self) -> None:
+        """The oldest generations are forgotten."""
+        members = Membership(LIMITS)
+        hello = Hello(
+            request=RequestId("k"),
+            agent=AgentId("e"),
+            role=Role.ENGINE,
+            channel=CHANNEL,
+            incarnation=Incarnation("i"),
+            engine=engine_info(),
+        )
+        for number in range(LINEAGE + 10):
+            info = engine_info(generation=str(number))
+            assert not members.note_owner(msgspec.structs.replace(hello, engine=info))
+        assert len(members._last_agents) == LINEAGE
+
+
+def test_trainers_are_told_of_no_generation() -> None:
+    """One of an earlier release does not know the field, and would read none of its grants (N44)."""
+    world = World()
+    world.engine("e0", generation="g1")
+    trainer = world.trainer()
+    world.publish(trainer, 1)
+    (granted,) = trainer.got(Granted)
+    assert isinstance(granted, Granted)
+    assert [each.generation for each in granted.engines.values()] == [""]
 
 
 def test_a_server_is_one_agents_in_all_channels() -> None:

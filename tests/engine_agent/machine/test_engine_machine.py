@@ -105,7 +105,7 @@ def test_a_label_that_is_not_known_to_be_there_is_set_at_the_commit(spoilt: str)
     else:
         world.end()
         if spoilt == "launched again":
-            world.found("second")
+            world.relaunched()
             world.end()  # paused: its weights are of an unknown version
         world.prepare(2, 7)
         world.end()
@@ -224,7 +224,7 @@ def test_what_was_prepared_was_prepared_for_one_launch() -> None:
     world = World()
     world.to_serving()
     world.to_paused(2, 8)
-    world.found("second")
+    world.relaunched()
     while world.doing is not None:
         world.end()
     assert "not prepared" in only(world.transfer(3, 8)).reason
@@ -366,7 +366,7 @@ def test_a_doubt_ends_with_what_it_was_about() -> None:
     world.transfer()
     world.fail()
     world.gone()
-    world.found("second")
+    world.relaunched()
     world.end()
     world.to_serving(2)
     world.abort(2)
@@ -557,7 +557,7 @@ def test_a_restarted_server_is_paused_and_pending() -> None:
     world.to_serving()
     assert isinstance(world.gone(), tuple)
     assert world.machine.view().health is PENDING
-    effects = world.found("second")
+    effects = world.relaunched()
     assert ran(effects) == ["PauseServer"]
     world.end()
     view = world.machine.view()
@@ -634,7 +634,7 @@ def test_an_agent_restart_while_serving() -> None:
     """A clean engine goes on; the settling commit finds out that it was not paused for good."""
     before = World()
     before.to_serving(4)
-    world = World(before.record)
+    world = World(before.record, label="7")
     assert (world.machine.view().health, world.doing) == (CLEAN, None)
     assert ran(world.commit(4)) == ["ReleaseServer"]
     assert only(world.end()).version == 7
@@ -691,7 +691,7 @@ def test_a_failed_pause_outside_a_round_is_tried_again() -> None:
     world = World()
     world.to_serving()
     world.gone()
-    world.found("second")
+    world.relaunched()
     world.fail()
     assert ran(world.tick(0.1)) == []
     assert ran(world.tick(2)) == ["PauseServer"]
@@ -708,6 +708,8 @@ def test_an_operation_that_outlived_its_server_says_nothing_of_the_new_one(touch
     failed = only(world.fail(dirty=touched))
     assert (failed.step, failed.health) == (Step.TRANSFER, DIRTY if touched else PENDING)
     assert world.machine.view().held is None
+    assert (type(world.doing).__name__ == "PauseServer") is touched  # it may have met a byte of that transfer
+    world.welcome()
     assert type(world.doing).__name__ == "PauseServer"
 
 

@@ -44,7 +44,7 @@ from weightbus.dataplane.transports.interface import JOIN_S
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.errors import ServerInUse
 from weightbus.engine_agent.machine.engine_machine import ServerView
-from weightbus.engine_agent.machine.events import Commanded, ReleaseServer
+from weightbus.engine_agent.machine.events import INCOMPLETE, Commanded, ReleaseServer
 from weightbus.engine_agent.machine.weight_state import WeightState
 from weightbus.engine_agent.sidecar.driver import EngineAgent
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
@@ -221,7 +221,7 @@ def test_a_server_that_loaded_from_files_is_judged_by_the_checkpoint_of_its_laun
 
 
 def test_a_round_in_the_right_order(deployment: Deployment) -> None:
-    """Pause, session, buckets, session closed, label, flush, go on; the label never moves before."""
+    """Pause, mark, session, buckets, session closed, label, flush, go on; the label never moves before."""
     report = deployment.publish(7)
     assert report.engines[0].verified_by == "live-digest"
     fake = deployment.fake
@@ -234,7 +234,7 @@ def test_a_round_in_the_right_order(deployment: Deployment) -> None:
         "/continue_generation": "C",
     }
     order = "".join(known.get(call, "") for call in fake.calls)
-    assert order.lstrip("C") == "PbtttteLfC"
+    assert order.lstrip("C") == "PLbtttteLfC"  # the first label marks launch weights that are being changed
     assert deployment.view.held.version == 7
 
 
@@ -293,7 +293,7 @@ def test_bad_loads_never_serve(deployment: Deployment, fault: Any) -> None:
         deployment.publish(7)
     until(lambda: deployment.view.health.value == "dirty" and not deployment.view.doing, "the failure")
     assert deployment.fake.mode == "retract"
-    assert deployment.fake.label == "default"
+    assert deployment.fake.label == f"{INCOMPLETE}default"
     deployment.stop()
     deployment.start()
     until(lambda: deployment.view.health.value == "dirty", "the record")
@@ -463,6 +463,7 @@ def test_a_full_disk_beside_one_server_stops_no_engine(
     full.channel, full.run = deployment.channel, deployment.run
     with contextlib.closing(full):
         full.start()
+        until((full.folder / "state" / "e1.json").exists, "the record of its welcome")
         obstacle = full.folder / "state" / "e1.json.new"  # where the next record would be written
         obstacle.mkdir()
         report = deployment.publish(7)

@@ -19,6 +19,7 @@ from weightbus.control.protocol.messages import (
     Digest,
     Endpoint,
     Epoch,
+    HeldVersion,
     Policy,
     Prepare,
     PublicationSignature,
@@ -29,10 +30,10 @@ from weightbus.control.protocol.messages import (
     TransportKind,
     Version,
 )
+from weightbus.control.security.allow_list import AllowList
 from weightbus.control.security.keys import read_secret_key
 from weightbus.control.security.trust import (
     ALLOW_LIST_FILE,
-    AllowList,
     sign_digest_table,
     sign_endpoint,
     sign_publication,
@@ -45,14 +46,17 @@ from weightbus.dataplane.transports.sends.receiver import WorkerStalled
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError, ServerRefused, ServerSilent
 from weightbus.engine_agent.machine.events import (
+    INCOMPLETE,
     Label,
     OperationDone,
     OperationFailed,
     PauseServer,
     Receive,
     Received,
+    Recognize,
     ReleaseServer,
     Validate,
+    VerificationPassed,
 )
 from weightbus.engine_agent.sidecar import operation_executor as module
 from weightbus.engine_agent.sidecar.operation_executor import VERIFY_S, OperationExecutor, WorkerHealth, proof_s
@@ -211,6 +215,7 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
 
     server = SimpleNamespace(
         dirty=False,
+        last_label="1",
         pin=lambda _identity: None,
         clear_dirty=lambda: None,
         resume_weights_memory=lambda _deadline_s: None,
@@ -253,7 +258,7 @@ class Returns:
         self.receiver = Early(self.calls)
         names = ("pin", "clear_dirty", "resume_weights_memory", "set_label", "resume_memory", "resume", "end_update")
         quiet = {name: self.noting(name) for name in names}
-        server = SimpleNamespace(dirty=False, updating=session, pause=self.noting("pause"), **quiet)
+        server = SimpleNamespace(dirty=False, last_label="1", updating=session, pause=self.noting("pause"), **quiet)
         self.worker = OperationExecutor(
             "e0", cast("Any", server), cast("Any", lambda _kind: self.receiver), None, METERS
         )
@@ -462,7 +467,9 @@ def test_where_workers_are_is_known_of_the_launch_that_said_so(monkeypatch: pyte
     """Also when nothing came of it; of another launch nothing is known until its own workers have come."""
     receiver = Placed()
     quiet = {name: lambda *_: None for name in ("pin", "clear_dirty", "resume_weights_memory", "end_update")}
-    server = SimpleNamespace(dirty=False, updating=False, facts=SimpleNamespace(identity="one"), **quiet)
+    server = SimpleNamespace(
+        dirty=False, last_label="1", updating=False, facts=SimpleNamespace(identity="one"), **quiet
+    )
     made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS)
     monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
     offer = Endpoint(transport=TransportKind.SENDS, address="/run/x")
@@ -510,7 +517,7 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version
     seal = {"by its trainer": signature.encode(), "by nobody": b"0" * 128, "as no text": b"\xff\xfe"}.get(signed, b"")
     receiver = Following(None if signed == "never" else Tabled(table, seal))
     quiet = {name: lambda *_: None for name in ("pin", "clear_dirty", "resume_weights_memory", "end_update", "answers")}
-    server = SimpleNamespace(dirty=False, updating=False, **quiet)
+    server = SimpleNamespace(dirty=False, last_label="1", updating=False, **quiet)
     trust = None if signed == "without keys" else AllowList(folder / ALLOW_LIST_FILE)
     made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS, trust=trust)
     monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
@@ -671,3 +678,73 @@ def test_digests_take_as_long_as_their_bytes() -> None:
     assert proof_s(1_000_000) < 16.0
     assert proof_s(10_000_000_000) > 100.0
     assert proof_s(10**12) == VERIFY_S
+
+
+LOCAL = msgspec.structs.replace(TRANSFER, offer=Endpoint(transport=TransportKind.LOCAL, address="/run/x"))
+
+
+def marked(label: str, *, broken: bool = False) -> tuple[OperationExecutor, SimpleNamespace, list[str]]:
+    """An executor of a server labeled `label`, and what is called on it by `Receive`."""
+    calls: list[str] = []
+
+    def set_label(to: str, _deadline_s: float) -> None:
+        calls.append(f"label {to}")
+        if broken:
+            raise ServerSilent("/update_weight_version", 1.0)
+        server.last_label = to
+
+    def receive(*_: object) -> None:
+        calls.append("receive")
+        raise TransferFailed("no byte came")
+
+    receiver = SimpleNamespace(receive=receive, touched=False)
+    quiet = {name: lambda *_: None for name in ("pin", "clear_dirty", "resume_weights_memory", "end_update", "resume")}
+    quiet |= {"resume_memory": lambda *_: None, "confirm_label": lambda *_: None}
+    server = SimpleNamespace(dirty=False, updating=False, last_label=label, set_label=set_label, **quiet)
+    made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS)
+    made._fit = lambda *_: (None, None)  # type: ignore[assignment,method-assign,return-value]
+    return made, server, calls
+
+
+def test_launch_weights_are_marked_before_their_first_change() -> None:
+    """By a label that outlives sidecar, record and name; a server that keeps its weights gets its own back (N58)."""
+    made, server, calls = marked("default")
+    assert isinstance(made.perform(Receive(LOCAL, "")), OperationFailed)
+    assert calls == [f"label {INCOMPLETE}default", "receive"]
+    assert made.perform(ReleaseServer(None, flush=False, deadline_s=5.0)) == OperationDone()
+    assert server.last_label == "default"
+
+
+def test_a_version_needs_no_mark() -> None:
+    """Its label says that it is no launch's: a steady round makes no call more (N58)."""
+    made, _, calls = marked("7")
+    made.perform(Receive(LOCAL, ""))
+    assert calls == ["receive"]
+
+
+def test_without_its_mark_nothing_is_changed() -> None:
+    """A call that is lost may still come: the transfer fails, and no byte moves (N58)."""
+    made, _, calls = marked("default", broken=True)
+    result = made.perform(Receive(LOCAL, ""))
+    assert isinstance(result, OperationFailed)
+    assert (result.dirty, calls) == (False, [f"label {INCOMPLETE}default"])
+
+
+@pytest.mark.parametrize("found", ["the same", "others", "none"])
+def test_what_a_server_of_no_record_holds_is_read_from_it(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of live parameters, against the table of the committed version; without them nothing is proven (N58)."""
+    table = SimpleNamespace(live=[SimpleNamespace(algorithm="a", tp=1, parameters={"w": ("1",)})])
+    digests = {"the same": [{"w": "1"}], "others": [{"w": "2"}], "none": []}[found]
+    algorithm = "" if found == "none" else "a"
+    server = SimpleNamespace(
+        pin=lambda _: None, digest_algorithm=algorithm, tp=1, live_digests=lambda _s: digests, dirty=False
+    )
+    server.confirm = lambda _call: None
+    made = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, METERS)
+    monkeypatch.setattr(made, "_read", lambda *_: (SimpleNamespace(nbytes=4), table))
+    held = HeldVersion(version=Version(7), manifest=Digest("a" * 64), table=Digest("b" * 64))
+    result = made.perform(Recognize(held))
+    assert isinstance(result, VerificationPassed) is (found == "the same")
+    if found != "the same":
+        assert isinstance(result, OperationFailed)
+        assert ("'w' on rank 0 is 2" if found == "others" else "cannot report digests") in result.reason
