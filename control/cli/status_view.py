@@ -161,7 +161,8 @@ def _lease_of(trainer: str, channel: ChannelView) -> str:
 def _trainer(name: str, each: TrainerView, channel: ChannelView) -> str:
     gone = "" if each.last_seen_s is not None else ", not connected"
     published = "" if each.published is None else f", announced version {each.published} last"
-    where = f"{each.ranks} ranks on {each.host or 'an unknown host'} ({each.device or 'unknown device'})"
+    ranks = f"{each.ranks or 'unknown number of'} rank{'' if each.ranks == 1 else 's'}"
+    where = f"{ranks} at {each.address or 'an unknown address'} ({each.device or 'unknown device'})"
     return f"{name}: {where}{published}{_lease_of(name, channel)}{gone}"
 
 

@@ -8,7 +8,17 @@ from typing import Final
 
 import msgspec
 
-from ..protocol import AgentId, CoordinatorOnStandby, EngineHealth, HeldVersion, Malformed, TransportKind, Version
+from ..protocol import (
+    AgentId,
+    CoordinatorOnStandby,
+    EngineHealth,
+    HeldVersion,
+    Malformed,
+    Topology,
+    TrainerInfo,
+    TransportKind,
+    Version,
+)
 from .channel import UNDESCRIBED_TRAINER, Channel, PastRound
 from .engine_registry import EngineRecord, readiness
 from .membership import Membership
@@ -97,9 +107,11 @@ class EngineView(msgspec.Struct, frozen=True):
 class TrainerView(msgspec.Struct, frozen=True):
     """A trainer that is connected, or that published last."""
 
-    host: str
+    address: str
+    """Address at which engines reach its rank 0; empty while it is unknown."""
     device: str
     ranks: int
+    """0 while their number is unknown."""
     last_seen_s: float | None
     """None if it is not connected."""
     published: int | None = None
@@ -208,14 +220,19 @@ def _channel(channel: Channel, members: Membership, lease_s: float, now: float) 
 
 def _trainers(channel: Channel, members: Membership, now: float) -> dict[str, TrainerView]:
     last = channel.publisher
-    found = {last.name: TrainerView(last.info.host, last.info.device, last.info.ranks, None)} if last else {}
+    found = {last.name: _trainer(last.info, last.topology, None)} if last else {}
     for agent in members.trainers(channel.name):
-        info = agent.trainer or UNDESCRIBED_TRAINER
-        found[agent.name] = TrainerView(info.host, info.device, info.ranks, _last_seen(agent.name, members, now))
+        info, seen_s = agent.trainer or UNDESCRIBED_TRAINER, _last_seen(agent.name, members, now)
+        found[agent.name] = _trainer(info, agent.topology, seen_s)
     return {
         str(name): msgspec.structs.replace(each, published=last.version) if last and last.name == name else each
         for name, each in found.items()
     }
+
+
+def _trainer(info: TrainerInfo, topology: Topology | None, last_seen_s: float | None) -> TrainerView:
+    address, places = (topology.address, topology.places) if topology else ("", ())
+    return TrainerView(address, info.device, len(places), last_seen_s)
 
 
 def _held(held: HeldVersion | None, epoch: int) -> HeldStatus | None:

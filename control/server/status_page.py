@@ -188,13 +188,13 @@ def _trainers(trainers: Mapping[str, TrainerView]) -> str:
     if not trainers:
         return '<p class="soft">None is connected.</p>'
     rows = (
-        f'<tr><td>{_text(name)}</td><td class="number">{each.ranks}</td>'
-        f"<td>{_text(each.host)}</td><td>{_text(each.device)}</td>"
+        f'<tr><td>{_text(name)}</td><td class="number">{each.ranks or "-"}</td>'
+        f"<td>{_text(each.address)}</td><td>{_text(each.device)}</td>"
         f"<td>{'' if each.published is None else f'announced version {each.published} last'}</td>"
         f"<td>{_chip('bad', 'not connected') if each.last_seen_s is None else _chip('good', 'connected')}</td></tr>"
         for name, each in sorted(trainers.items())
     )
-    return _table(("trainer", "ranks", "host", "device", "last", "state"), rows)
+    return _table(("trainer", "ranks", "address", "device", "last", "state"), rows)
 
 
 def _engines(engines: Mapping[str, EngineView]) -> str:

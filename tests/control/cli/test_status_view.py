@@ -84,8 +84,8 @@ def test_no_url_and_no_command_is_broken(width: int) -> None:
 def test_trainer_last_round_and_transport_are_shown() -> None:
     """With the phases of the round and by which transport each engine took its version."""
     text = shown(80)
-    assert "t0: 4 ranks on 10.0.0.5 (cuda), announced version 42 last, lease for version 42 (epoch 9)" in text
-    assert "t1: 1 ranks on an unknown host (unknown device)\n" in text
+    assert "t0: 4 ranks at 10.0.0.5 (cuda), announced version 42 last, lease for version 42 (epoch 9)" in text
+    assert "t1: 1 rank at an unknown address (unknown device)\n" in text
     assert "round       transferring version 42, 1.5 s, at most 1 paused" in text
     assert "last round  version 41 committed 12 s ago, 1.25 s (prepare 0.25, transfer 1.00); " in text
     assert "engines: 2 committed, 1 left over direct, local" in text
