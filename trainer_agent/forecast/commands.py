@@ -25,7 +25,10 @@ SECTION = "simulate_fleet"
 class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of ``weightbus simulate-fleet``."""
 
-    model: Annotated[Path, Meta(description="the served model: its Hugging Face config.json, or the folder with it")]
+    model: Annotated[
+        Path,
+        Meta(description="the served model: its config.json, the folder with it, or Kimi-K2, Qwen3-8B, Qwen3-30B-A3B"),
+    ]
     dtype: Annotated[str | None, Meta(description="in which it is served; none: as its config says")] = None
     fleet: Annotated[
         Path | None, Meta(description="TOML or JSON with trainer, engines (several groups) and links, for these flags")
@@ -95,9 +98,15 @@ def fleet_of(given: SimulateSettings) -> FleetSpec:
     return msgspec.structs.replace(found, links=msgspec.structs.replace(found.links, **links))
 
 
+_CONFIGS: Final = Path(__file__).with_name("configs")
+"""The sizes of a few models as their published configs have them, under the models' names."""
+
+
 def config_of(path: Path) -> Mapping[str, object]:
-    """The model's config. Raises `FleetError` when it is none."""
+    """The model's config: of a file, a folder, or a model that is known by its name. Raises `FleetError` for none."""
     file = path / "config.json" if path.is_dir() else path
+    if len(path.parts) == 1 and not path.exists() and (shipped := _CONFIGS / f"{path}.json").exists():
+        file = shipped
     document = _read(file, "the config.json of a Hugging Face checkpoint")
     if not document.get("architectures"):
         raise FleetError(f"{file} names no architectures: give the config.json of a Hugging Face checkpoint")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from weightbus.control.cli.entry_point import main
+from weightbus.trainer_agent.forecast import commands as forecast_commands
 from weightbus.trainer_agent.forecast.fleet import (
     EngineLocation,
     Engines,
@@ -24,14 +25,8 @@ from weightbus.trainer_agent.forecast.forecast import Forecast, changes
 from weightbus.trainer_agent.forecast.traffic import Tensors
 
 MODEL = str(Path(__file__).parents[2] / "gpu" / "models" / "deepseek.json")
-KIMI_K2 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64,
-    "n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163840,
-    "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
-}  # fmt: skip
-"""The sizes of its published config."""
+SHIPPED = Path(forecast_commands.__file__).with_name("configs")
+KIMI_K2 = json.loads((SHIPPED / "Kimi-K2.json").read_text())
 LARGE = (
     "--gpus", "512", "--tp", "8", "--pp", "8", "--ep", "32", "--etp", "1",
     "--engines", "32", "--engine-tp", "16", "--engine-ep", "16",
@@ -65,16 +60,27 @@ def test_a_trillion_parameters_on_512_gpus_take_seconds(capsys: pytest.CaptureFi
     assert all(change["total_s"] < found["round"]["total_s"] for change in found["changes"])
 
 
-def test_the_documents_show_what_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "billions"), [("Qwen3-8B", 8.19), ("Qwen3-30B-A3B", 30.53), ("Kimi-K2", 1026.4)])
+def test_a_few_models_are_known_by_name(
+    name: str, billions: float, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the published number of parameters, on 8 GPUs each; a file or folder of that name comes first."""
+    assert {path.stem for path in SHIPPED.iterdir()} == {"Qwen3-8B", "Qwen3-30B-A3B", "Kimi-K2"}
+    monkeypatch.chdir(tmp_path)
+    found = asked(capsys, "--model", name, "--gpus", "8", "--tp", "8", "--engine-tp", "8", "--changes", "0")
+    assert round(found["parameters"] / 1e9, 2) == pytest.approx(billions, rel=0.001)
+    (tmp_path / name).write_text("{}")
+    assert "names no architectures" in refused(capsys, "--model", name)
+
+
+def test_the_documents_show_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     """The example of trainer_agent/GUIDE.md, line by line."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(KIMI_K2))
     told = (Path(__file__).parents[3] / "trainer_agent" / "GUIDE.md").read_text()
     shown = told.partition("$ weightbus simulate-fleet --model Kimi-K2 ")[2].partition("```")[0].splitlines()
-    assert main(["simulate-fleet", "--model", str(tmp_path), *shown[0].split()]) == 0
+    assert main(["simulate-fleet", "--model", "Kimi-K2", *shown[0].split()]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown[1:]
     turns = told.partition("With `--max-paused 8`")[2].partition("```\n")[2].partition("```")[0]
-    assert main(["simulate-fleet", "--model", str(tmp_path), *shown[0].split(), "--max-paused", "8"]) == 0
+    assert main(["simulate-fleet", "--model", "Kimi-K2", *shown[0].split(), "--max-paused", "8"]) == 0
     assert turns
     assert turns in capsys.readouterr().out
 
