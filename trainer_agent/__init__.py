@@ -11,6 +11,7 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from .machine import (
         AgentClosed as AgentClosed,
+        ChannelTaken as ChannelTaken,
         ConnectFailed as ConnectFailed,
         CoordinatorLost as CoordinatorLost,
         LeaseBusy as LeaseBusy,

@@ -59,6 +59,16 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     channel: Annotated[Name, Meta(description="the model whose weights are published")]
     name: Annotated[Name, Meta(description="name of this trainer, kept across its restarts")] = "trainer"
+    run: Annotated[
+        Annotated[str, Meta(pattern=f"{NAME_PATTERN}|^$")] | None,
+        Meta(
+            description="the training run, the same when its job is started again: a channel belongs to one run;"
+            " none: the trainer's name"
+        ),
+    ] = None
+    takeover: Annotated[
+        bool, Meta(description="take the channel from the run that has it, with the first lease of this agent")
+    ] = False
     coordinator: Annotated[str, Meta(description="endpoint of the coordinator; of several, comma-separated")] = (
         "tcp://127.0.0.1:5750"
     )
@@ -172,6 +182,10 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         transports.require_known(self.transport)
         if len(set(self.transport)) != len(self.transport):
             raise ValueError(f"transport names a kind twice: {', '.join(self.transport)}")
+
+    def run_name(self) -> str:
+        """The run as the coordinator is told it; empty: it neither needs nor takes the channel."""
+        return self.name if self.run is None else self.run
 
     def doubt(self) -> str:
         """A warning about settings that are valid and seldom intended; empty for none."""

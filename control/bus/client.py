@@ -223,6 +223,11 @@ class BusClient:
         error, since = self._session.refusal, self._session.refused_since
         return None if error is None or since is None else (error, since)
 
+    @property
+    def unread_at(self) -> float | None:
+        """Time at which the coordinator last said that it could not read a message, in `time.monotonic` seconds."""
+        return self._session.unread_at
+
     def new_request(self) -> RequestId:
         """A new, unique request key."""
         return RequestId(f"{self._keys}-{next(self._counter)}")

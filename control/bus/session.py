@@ -233,6 +233,8 @@ class AgentSession:
         """The refusal of the last `Hello`, while it is repeated."""
         self.refused_since: float | None = None
         """The time of the first refusal since the last `Welcome`; None while welcomed."""
+        self.unread_at: float | None = None
+        """The time at which the coordinator last said that it could not read a message of this agent."""
         self._endpoint = endpoint
         self._endpoints = split_endpoints(endpoint)
         self._endpoint_index = 0
@@ -391,6 +393,8 @@ class AgentSession:
             return self._rejoin(now) if self.phase is SessionPhase.JOINED else ()
         if refused.code is RefusalCode.NOT_LEADER:
             return self._not_leader(refused, error, now)
+        if refused.request == REJECTED_KEY:
+            self.unread_at = now
         if refused.request == UNTRUSTED_KEY:
             return self._expelled(NotTrusted(refused.reason, self._trust_advice()), now, answered=refused)
         if self._pending.pop(refused.request, None):

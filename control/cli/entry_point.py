@@ -105,7 +105,7 @@ def build_parser(commands: Mapping[str, Command | str]) -> argparse.ArgumentPars
             name, help=command.help, description=command.help, parents=[debug], allow_abbrev=False
         )
         command.configure(child)
-        child.set_defaults(run=command.run)
+        child.set_defaults(command_to_run=command.run)
     return parser
 
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = build_parser(_needed(arguments)).parse_args(arguments)
-        code: int = args.run(args)
+        code: int = args.command_to_run(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `weightbus status | head`: the reader has seen enough

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weightbus.trainer_agent import (
         AgentClosed as AgentClosed,
         AssemblyFailed as AssemblyFailed,
+        ChannelTaken as ChannelTaken,
         ConnectFailed as ConnectFailed,
         CoordinatorLost as CoordinatorLost,
         ExportedSource as ExportedSource,

@@ -21,6 +21,7 @@ from ..machine import (
     MAX_ROUND_REPLIES,
     AnyRecord,
     ChannelForgotten,
+    ChannelOwner,
     Committed,
     EpochRaised,
     EpochTaken,
@@ -67,6 +68,7 @@ class _Row(msgspec.Struct, frozen=True):
     committed: HeldVersion | None = None
     committed_epoch: Epoch = Epoch(0)
     history: tuple[PastVersion, ...] = ()
+    owner: ChannelOwner | None = None
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -168,6 +170,7 @@ class EtcdJournal:
                 committed_epoch=row.committed_epoch,
                 answers=self._answers.get(name, {}),
                 history=row.history,
+                owner=row.owner,
             )
             for name, (row, _) in self._rows.items()
         }
@@ -330,4 +333,5 @@ class EtcdJournal:
 
 
 def _taken(row: _Row, record: EpochTaken | EpochRaised) -> _Row:
-    return msgspec.structs.replace(row, epoch=max(row.epoch, record.epoch))
+    owner = ChannelOwner(record.run, record.holder) if isinstance(record, EpochTaken) and record.run else row.owner
+    return msgspec.structs.replace(row, epoch=max(row.epoch, record.epoch), owner=owner)

@@ -32,6 +32,7 @@ from ..machine import (
     MAX_ROUND_REPLIES,
     AnyRecord,
     ChannelForgotten,
+    ChannelOwner,
     Committed,
     EpochRaised,
     EpochTaken,
@@ -44,6 +45,7 @@ from ..machine import (
     round_reply_of,
 )
 from ..protocol import (
+    AgentId,
     Channel,
     Digest,
     Epoch,
@@ -257,6 +259,10 @@ CREATE INDEX event_of_channel ON event (channel, id);
 UPDATE meta SET schema = 3;
 """
 
+_OWNERS: Final = (
+    "CREATE TABLE IF NOT EXISTS owner (channel TEXT PRIMARY KEY, run TEXT NOT NULL, trainer TEXT NOT NULL) STRICT"
+)
+
 _FROM_1: Final = """
 ALTER TABLE reply ADD COLUMN question TEXT NOT NULL DEFAULT '';
 ALTER TABLE reply ADD COLUMN closed INTEGER NOT NULL DEFAULT 1;
@@ -362,6 +368,7 @@ class SqliteJournal:
                 for past in known:
                     self._note_past(channel, past)
             found = SCHEMA
+        self._db.execute(_OWNERS)  # of no schema's own: a release that does not know it does not miss it
         if found != SCHEMA:
             advice = "start the release that wrote it, or another journal"
             raise JournalError(self._path, f"schema {found}, this release reads {SCHEMA}", advice)
@@ -398,6 +405,10 @@ class SqliteJournal:
                         " ON CONFLICT (name) DO UPDATE SET epoch = max(epoch, excluded.epoch)",
                         (record.channel, record.epoch),
                     )
+                    if isinstance(record, EpochTaken) and record.run:
+                        self._db.execute(
+                            "INSERT OR REPLACE INTO owner VALUES (?, ?, ?)", (record.channel, record.run, record.holder)
+                        )
                 case Committed():
                     self._commit(record)
                     self._remember(record)
@@ -425,6 +436,7 @@ class SqliteJournal:
         self._db.execute("DELETE FROM channel WHERE name = ?", (channel,))
         self._db.execute("DELETE FROM reply WHERE channel = ?", (channel,))
         self._db.execute("DELETE FROM past WHERE channel = ?", (channel,))
+        self._db.execute("DELETE FROM owner WHERE channel = ?", (channel,))
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written. Raises `JournalCorrupt`."""
@@ -445,13 +457,19 @@ class SqliteJournal:
         rows = self._db.execute(
             "SELECT name, epoch, committed_version, committed_epoch, manifest, digest_table FROM channel"
         )
-        past = self._history()
+        past, owners = self._history(), self._owners()
         return {
             Channel(row[0]): msgspec.structs.replace(
-                _restored(row, answers.get(row[0], {})), history=past.get(Channel(row[0]), ())
+                _restored(row, answers.get(row[0], {})),
+                history=past.get(Channel(row[0]), ()),
+                owner=owners.get(Channel(row[0])),
             )
             for row in rows
         }
+
+    def _owners(self) -> dict[Channel, ChannelOwner]:
+        rows = self._db.execute("SELECT channel, run, trainer FROM owner")
+        return {Channel(channel): ChannelOwner(run, AgentId(trainer)) for channel, run, trainer in rows}
 
     def _history(self) -> dict[Channel, tuple[PastVersion, ...]]:
         found: dict[Channel, tuple[PastVersion, ...]] = {}

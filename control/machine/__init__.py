@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         MAX_HISTORY as MAX_HISTORY,
         MAX_ROUND_REPLIES as MAX_ROUND_REPLIES,
         Channel as Channel,
+        ChannelOwner as ChannelOwner,
         PastRound as PastRound,
         PastVersion as PastVersion,
         Publisher as Publisher,

@@ -221,6 +221,14 @@ class PastVersion(msgspec.Struct, frozen=True):
     """True if the channel went back to it, or took it again."""
 
 
+class ChannelOwner(msgspec.Struct, frozen=True):
+    """The run to which a channel belongs."""
+
+    run: str
+    trainer: AgentId
+    """The trainer that published for it last."""
+
+
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
     """A channel as the journal restores it."""
 
@@ -230,6 +238,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     answers: Mapping[RequestId, RoundReply] = {}
     history: tuple[PastVersion, ...] = ()
     """The last `MAX_HISTORY` committed versions, oldest first."""
+    owner: ChannelOwner | None = None
 
 
 def history_with(history: tuple[PastVersion, ...], commit: Committed | PastVersion) -> tuple[PastVersion, ...]:
@@ -299,6 +308,8 @@ class Channel:
         """Epoch under which the current version was committed."""
         self.history: tuple[PastVersion, ...] = restored.history
         """Committed versions, oldest first."""
+        self.owner: ChannelOwner | None = restored.owner
+        """The run that was granted the lease last, of those that name one; durable with the grant."""
         self.round: Round | None = None
         self.publisher: Publisher | None = None
         self.event_trace: deque[object] = deque(maxlen=TRACE_LENGTH)
@@ -396,6 +407,9 @@ class Channel:
 
     def acquire(self, agent: Agent, message: Acquire, now: float) -> Decision:
         """Request the lease. If it is free, the answer follows once the new epoch is durable."""
+        owner = self.owner
+        if message.run and owner is not None and owner.run != message.run and not message.takeover:
+            return self._taken(owner, message.run)
         verdict = self._lease_holder.may_acquire(agent, self.round.state if self.round else None, now)
         if not verdict.ok:
             return verdict
@@ -627,6 +641,8 @@ class Channel:
         match record:
             case EpochTaken():
                 self.epoch = record.epoch
+                if record.run:
+                    self.owner = ChannelOwner(record.run, record.holder)
                 if record.in_round and self.round:
                     self._lease_holder.epoch_raised(record.epoch)
                     self.round.epoch_taken(record.epoch, now)
@@ -795,6 +811,12 @@ class Channel:
         """Whether the version that the round of `done` committed is the current one, whatever its digest table."""
         since = [past for past in self.history if past.epoch >= done.epoch]
         return len(since) == 1 and since[0].version == done.version
+
+    def _taken(self, owner: ChannelOwner, run: str) -> Decision:
+        last = f", which committed version {self.committed.version} last" if self.committed else ""
+        found = f"channel {self.name!r} belongs to run {owner.run!r} of trainer {owner.trainer!r}{last}"
+        advice = "if that run is over, or this one is to replace it, connect once with takeover=True (--takeover)"
+        return Decision(RefusalCode.CHANNEL_TAKEN, f"{found}, and this is run {run!r}: {advice}")
 
     def _version_not_newer(self, version: Version) -> Decision:
         found = self.committed.version if self.committed else None

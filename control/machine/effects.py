@@ -142,6 +142,8 @@ class EpochTaken(JournalRecord, frozen=True, tag="EpochTaken"):
     """True for the epoch of a retry or a later wave of a running round; otherwise the epoch begins a lease."""
     rollback: bool = False
     """True if the channel may go back to a lower version under this lease."""
+    run: str = ""
+    """The run to which the channel belongs from now on; empty: no change."""
 
 
 class EpochRaised(JournalRecord, frozen=True, tag="EpochRaised"):

@@ -462,7 +462,12 @@ class LeaseHolder:
         """Note the request of `agent`. Returns the record that must be durable before the lease is granted."""
         self._requested = (agent, message)
         return EpochTaken(
-            channel=self._channel, epoch=epoch, holder=agent.name, version=message.version, rollback=message.rollback
+            channel=self._channel,
+            epoch=epoch,
+            holder=agent.name,
+            version=message.version,
+            rollback=message.rollback,
+            run=message.run,
         )
 
     def grant(

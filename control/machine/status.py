@@ -133,6 +133,8 @@ class ChannelView(msgspec.Struct, frozen=True):
     trainers: dict[str, TrainerView] = {}
     rounds: tuple[PastRound, ...] = ()
     """The last finished rounds, oldest first."""
+    owner: str = ""
+    """The run to which the channel belongs; empty if none was named yet."""
 
 
 class StatusView(msgspec.Struct, frozen=True):
@@ -215,6 +217,7 @@ def _channel(channel: Channel, members: Membership, lease_s: float, now: float) 
         history=tuple(PastStatus(each.version, each.epoch, each.rollback) for each in channel.history),
         trainers=_trainers(channel, members, now),
         rounds=channel.past_rounds(now),
+        owner=channel.owner.run if channel.owner else "",
     )
 
 

@@ -176,6 +176,8 @@ class RefusalCode(enum.StrEnum):
     """The journal cannot be written (disk full?). Nothing is granted until it can."""
     SHUTTING_DOWN = "shutting_down"
     """The coordinator is stopping. Retry after `retry_after_s`."""
+    CHANNEL_TAKEN = "channel_taken"
+    """The channel belongs to another run, which published last. Said only to trainers that name their run."""
     NOT_LEADER = "not_leader"
     """This coordinator stands by. `Refused.leader` is the endpoint of the leader, if known."""
 
@@ -511,6 +513,11 @@ class Acquire(Message, frozen=True, tag="Acquire"):
     version: VersionNumber
     rollback: bool = False
     """True: the channel may go back, to a `version` at or below the committed one. Otherwise that is refused."""
+    run: Text = ""
+    """The training run that publishes, the same after a restart of its job. The channel belongs to the run that was
+    granted its lease last; another one is refused (`channel_taken`). Empty: names none, and neither takes nor asks."""
+    takeover: bool = False
+    """True: `run` takes the channel from the run that has it, which is refused from then on."""
 
 
 class Release(Message, frozen=True, tag="Release"):

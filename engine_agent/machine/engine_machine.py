@@ -541,8 +541,8 @@ class EngineMachine:
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
         self._stilled = ""
         self.pause_lease.doubted &= not release.look
-        if command is None and release.version is not None:
-            self.reason = f"serves version {release.version}, verified and not known to be committed"
+        if command is None and (release.version is not None or self.weights.state is WeightState.ORPHANED):
+            self.reason = f"serves version {self.weights.version}, verified and not known to be committed"
             return (*self._learn(w.OrphanServed(), now), Note("orphan_served", self.reason))
         self._reached, self.reason = None, ""
         freed = w.ServerResumed(ordered=command is not None) if release.version is None else w.VersionCommitted()

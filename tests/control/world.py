@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from weightbus.control.machine.channel import Restored, history_with, round_reply_of
+from weightbus.control.machine.channel import ChannelOwner, Restored, history_with, round_reply_of
 from weightbus.control.machine.coordinator import Coordinator
 from weightbus.control.machine.effects import (
     Acknowledge,
@@ -135,7 +135,10 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
                 channels.pop(record.channel, None)
             case EpochTaken() | EpochRaised():
                 known = channels.get(record.channel, Restored())
-                channels[record.channel] = msgspec.structs.replace(known, epoch=max(known.epoch, record.epoch))
+                run = record.run if isinstance(record, EpochTaken) else ""
+                owner = ChannelOwner(run, record.holder) if run and isinstance(record, EpochTaken) else known.owner
+                epoch = max(known.epoch, record.epoch)
+                channels[record.channel] = msgspec.structs.replace(known, epoch=epoch, owner=owner)
             case Committed():
                 held = HeldVersion(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
                 known = channels[record.channel]

@@ -52,6 +52,7 @@ class FakeCoordinator:
         self.closed = False
         self.refusal: tuple[RequestRefused, float] | None = None
         """The refusal that keeps the agent out now."""
+        self.unread_at: float | None = None
         self._inbox: deque[m.ToAgent] = deque()
         self._arrived = threading.Condition()
         self._keys = itertools.count(1)

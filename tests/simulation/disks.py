@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.machine.channel import MAX_ROUND_REPLIES, Restored, RoundReply, history_with, round_reply_of
+from weightbus.control.machine.channel import (
+    MAX_ROUND_REPLIES,
+    ChannelOwner,
+    Restored,
+    RoundReply,
+    history_with,
+    round_reply_of,
+)
 from weightbus.control.machine.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.messages import Channel, Digest, Epoch, HeldVersion, RequestId
@@ -72,7 +79,9 @@ class JournalDisk:
             case EpochTaken() | EpochRaised():
                 known = self.channels.get(record.channel, Restored())
                 epoch = max(known.epoch, record.epoch)
-                self.channels[record.channel] = msgspec.structs.replace(known, epoch=epoch)
+                taken = isinstance(record, EpochTaken) and record.run
+                owner = ChannelOwner(record.run, record.holder) if taken else known.owner
+                self.channels[record.channel] = msgspec.structs.replace(known, epoch=epoch, owner=owner)
             case Committed():
                 self._commit(record)
                 self._remember(record)

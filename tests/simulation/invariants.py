@@ -63,6 +63,7 @@ INVARIANTS: Final = {
     "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
     "one-holder": "an epoch is granted to one trainer and once, whatever became of the journal; on one journal epochs"
     " only grow, and only the newest commits",
+    "one-run": "a channel goes to another run only where that one said that it takes it, whatever was restarted",
     "known-epochs": "no agent has seen an epoch that is not on disk, unless that was set back",
     "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
     "journal-survives": "what the journal called durable is found after every crash, and no other record",
@@ -114,6 +115,8 @@ class Memory(msgspec.Struct):
 
     taken: int = 0
     """The epoch that was taken last."""
+    run: str = ""
+    """The run that was granted a lease last."""
     raised: int = 0
     """That to which engines raised it last."""
     tables: dict[int, str] = {}
@@ -133,6 +136,7 @@ class Memory(msgspec.Struct):
         """As it is now."""
         return Memory(
             self.taken,
+            self.run,
             self.raised,
             dict(self.tables),
             self.committed,
@@ -151,6 +155,8 @@ class Judge:
         self._world = world
         self.violation: Violation | None = None
         self._disk = Memory()
+        self._takeovers: dict[str, bool] = {}
+        """Trainer -> whether its last request of the lease takes the channel."""
         self._holders: dict[int, str] = {}
         """Of every epoch that was ever taken, also in lives that the journal does not know of."""
         self._lost: dict[tuple[int, str], int] = {}
@@ -228,6 +234,10 @@ class Judge:
             if record.epoch <= disk.taken or record.epoch in self._holders:
                 self.broken("one-holder", f"{record.holder} takes epoch {record.epoch} after {disk.taken}")
             disk.taken = max(disk.taken, record.epoch)
+            if record.run and not record.in_round:
+                if disk.run not in ("", record.run) and not self._takeovers.get(record.holder):
+                    self.broken("one-run", f"{record.run} is granted the channel of {disk.run}, and took nothing over")
+                disk.run = record.run
             self._holders.setdefault(record.epoch, record.holder)
         elif isinstance(record, EpochRaised):
             disk.raised = record.epoch
@@ -283,6 +293,10 @@ class Judge:
             self._committed_tags.add(self._world.tag_of(record.table))
 
     # -- what the coordinator says
+
+    def acquires(self, trainer: str, *, takeover: bool) -> None:
+        """A trainer asks for the lease."""
+        self._takeovers[trainer] = takeover
 
     def asked(self, message: msgspec.Struct) -> None:
         """An agent made a request."""

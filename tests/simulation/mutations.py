@@ -123,6 +123,20 @@ MUTATIONS: Final = (
         "        if False:  # a coordinator",
     ),
     _m(
+        "any-run-is-granted-the-channel",
+        "one-run",
+        CHANNEL,
+        "owner.run != message.run and not message.takeover:",
+        "owner.run != message.run and False:",
+    ),
+    _m(
+        "forgets-at-boot-whose-channel-it-is",
+        "one-run",
+        CHANNEL,
+        "self.owner: ChannelOwner | None = restored.owner",
+        "self.owner: ChannelOwner | None = None",
+    ),
+    _m(
         "ack-before-fsync",
         "one-holder",
         SERVER,

@@ -98,6 +98,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     digest_s: float = 0.5
     """How long they digest at most."""
 
+    runs: bool = False
+    """Trainers name their run: one that does not have the channel is refused, or takes it."""
     orphaned: str = "wait"
     """What sidecars do with a verified version, once no coordinator was heard of for long."""
     strides: tuple[int, int] = STRIDE_RANGE
@@ -263,7 +265,8 @@ def _with_orphans(drawn: Scenario) -> Scenario:
     set back, with an older journal. By its own dice.
     """
     rng = random.Random(f"weightbus-orphans-{drawn.seed}")
-    drawn = msgspec.structs.replace(drawn, orphaned=rng.choice(("wait", "serve_verified")))
+    runs = random.Random(f"weightbus-runs-{drawn.seed}").random() < 0.4
+    drawn = msgspec.structs.replace(drawn, orphaned=rng.choice(("wait", "serve_verified")), runs=runs)
     if rng.random() >= 0.1:
         return drawn
     at, lasts = rng.uniform(3.0, 12.0), rng.uniform(45.0, 60.0)

@@ -48,6 +48,7 @@ class TrainerProcess(Process):
         self._incarnation = Incarnation(f"{self.name}.{self.life}")
         self._outlets: list[Outlet] = []
         self._told_boot = 0
+        self._takes_over = False
         self._committed: m.HeldVersion | None = None
         self._machine: publication.Publication | None = None
         self.busy = False
@@ -94,6 +95,8 @@ class TrainerProcess(Process):
             if result.ending is ev.EndReason.COMMITTED:
                 self.checkpoint = max(self.checkpoint, version - self._rng.randrange(3))
                 version += 1
+            elif result.code is m.RefusalCode.CHANNEL_TAKEN:
+                self._takes_over = self._rng.random() < 0.3
             elif result.code is m.RefusalCode.VERSION_NOT_NEWER:
                 back = self._rng.random() < self._world.scenario.rollback
                 version = version if back else self._world.committed_version() + 1 + self._rng.randrange(2)
@@ -214,9 +217,13 @@ class TrainerProcess(Process):
             channel=self._world.channel,
             version=Version(version),
             rollback=self._going_back,
+            run=self.name if self._world.scenario.runs else "",
+            takeover=self._takes_over,
         )
+        self._world.judge.acquires(self.name, takeover=self._takes_over)
         answer, _ = yield from client.asking(message, deadline_s=REQUEST_S)
         assert isinstance(answer, m.Granted)
+        self._takes_over = False
         self._committed = answer.committed
         newer = answer.committed is None or version > answer.committed.version
         return ev.LeaseObtained(answer.epoch, answer.committed, answer.may_defer_digests and newer)

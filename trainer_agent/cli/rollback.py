@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from weightbus.control.machine import MAX_HISTORY, PastStatus
 from weightbus.control.protocol import ConfigurationError
 from weightbus.dataplane.transports.disk import SavedVersion
@@ -76,6 +78,7 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
     `ConfigurationError` when none is named, `RollbackRefused`, and what connecting and publishing raise: `SourceFailed`
     where files that a trainer kept are not what was committed. Asked again after it was done, it does nothing.
     """
+    settings = msgspec.structs.replace(settings, run="")  # an operator's: the channel stays its run's
     device, folder = staging_device(settings.device), _folder(settings, version)
     check_notes(folder, settings.channel, version)
     kept = SavedVersion.read(folder)

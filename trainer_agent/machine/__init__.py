@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .errors import (
         AgentClosed as AgentClosed,
         BadCheckpoint as BadCheckpoint,
+        ChannelTaken as ChannelTaken,
         ConnectFailed as ConnectFailed,
         CoordinatorLost as CoordinatorLost,
         LeaseBusy as LeaseBusy,

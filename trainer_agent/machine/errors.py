@@ -87,6 +87,13 @@ class TrainerNotTrusted(PublishFailed):
     """
 
 
+class ChannelTaken(PublishFailed):
+    """The channel belongs to another run: the message names it, and how to take the channel from it.
+
+    Nothing was published, and nothing will be: stop this run, or connect again with ``takeover=True``.
+    """
+
+
 class LeaseBusy(PublishFailed):
     """Another trainer held the channel until the deadline: publish again later."""
 
@@ -133,6 +140,7 @@ _BY_ENDING: Final[dict[EndReason, type[PublishFailed]]] = {
     EndReason.ABORTED: RoundAborted,
     EndReason.REFUSED: PublishRefused,
     EndReason.NOT_TRUSTED: TrainerNotTrusted,
+    EndReason.CHANNEL_TAKEN: ChannelTaken,
     EndReason.LEASE_BUSY: LeaseBusy,
     EndReason.COORDINATOR_LOST: CoordinatorLost,
     EndReason.SOURCE_FAILED: SourceFailed,

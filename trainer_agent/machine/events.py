@@ -23,6 +23,8 @@ class EndReason(enum.StrEnum):
     """The coordinator does not allow the version; a retry does not help."""
     NOT_TRUSTED = "not_trusted"
     """The coordinator does not trust this trainer's key any more. Whether the version was committed is unknown here."""
+    CHANNEL_TAKEN = "channel_taken"
+    """The channel belongs to another run."""
     LEASE_BUSY = "lease_busy"
     """Another trainer held the channel until the deadline."""
     COORDINATOR_LOST = "coordinator_lost"

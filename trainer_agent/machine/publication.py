@@ -318,7 +318,9 @@ class Publication:
             and self.state is PublicationState.ANNOUNCING
         ):
             return self._begin_again(event.reason, now)
-        return self._finish(PublicationResult(EndReason.REFUSED, event.reason, event.code))
+        taken = event.code is RefusalCode.CHANNEL_TAKEN
+        ending = EndReason.CHANNEL_TAKEN if taken else EndReason.REFUSED
+        return self._finish(PublicationResult(ending, event.reason, event.code))
 
     @property
     def _table_unreported(self) -> bool:

@@ -143,8 +143,13 @@ class PublisherContext(msgspec.Struct):
     limits: publication.PublishLimits = publication.PublishLimits()
     """Of `settings`, as `policy`."""
     policy: m.Policy = m.Policy()
+    run: str = ""
+    """The run that is named to the coordinator; emptied for a coordinator that does not know runs."""
+    takeover: bool = False
+    """True until the first lease is granted, if the channel is to be taken from another run."""
 
     def __post_init__(self) -> None:
+        self.run, self.takeover = self.settings.run_name(), self.settings.takeover
         self.limits, self.policy = self.settings.limits(), self.settings.policy()
 
     def channel_status(self) -> ChannelView | None:
@@ -367,12 +372,26 @@ class PublicationDriver:
 
     def _acquire(self) -> ev.AnyEvent:
         with self._watch.phase("acquire"):
+            of = self._context
             message = m.Acquire(
-                request=self._key(), channel=self._channel, version=Version(self.version), rollback=self._rollback
+                request=self._key(),
+                channel=self._channel,
+                version=Version(self.version),
+                rollback=self._rollback,
+                run=of.run,
+                takeover=of.takeover,
             )
-            answer = self._request(message)
+            asked_at = time.monotonic()
+            try:
+                answer = self._request(message)
+            except CoordinatorUnreachable:
+                if message.run and (of.bus.unread_at or 0.0) >= asked_at:
+                    self._log.warning("runs_not_known", reason="an older coordinator: no run is named to it")
+                    of.run, of.takeover = "", False
+                raise
         if not isinstance(answer, m.Granted):
             return ev.AttemptFailed(EndReason.INTERNAL, f"the coordinator answered Acquire with {answer.kind}")
+        of.takeover = False  # once: a later run that takes the channel is not undone by this one's next version
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
         if self._staging.in_place is not None:

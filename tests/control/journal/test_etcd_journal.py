@@ -481,3 +481,16 @@ def test_answers_of_an_earlier_release_are_read(candidates: Candidates) -> None:
     again = candidates.lead()
     assert again.restore()[POLICY].answers == {"p": msgspec.structs.replace(known, question="")}
     again.close()
+
+
+def test_the_run_of_a_channel_is_kept(candidates: Candidates) -> None:
+    """A standby that takes over knows whose channel it is (N60)."""
+    journal = candidates.lead()
+    journal.write(msgspec.structs.replace(taken(1), run="exp-1"))
+    journal.write(taken(2))
+    journal.close()
+    again = candidates.lead()
+    owner = again.restore()[POLICY].owner
+    assert owner is not None
+    assert (owner.run, owner.trainer) == ("exp-1", taken(1).holder)
+    again.close()

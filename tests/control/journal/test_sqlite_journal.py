@@ -25,7 +25,7 @@ import structlog
 
 from weightbus.control.journal.interface import Journal
 from weightbus.control.journal.sqlite_journal import EVENTS, SCHEMA, SqliteJournal, check_location
-from weightbus.control.machine.channel import MAX_HISTORY, MAX_ROUND_REPLIES
+from weightbus.control.machine.channel import MAX_HISTORY, MAX_ROUND_REPLIES, ChannelOwner
 from weightbus.control.machine.effects import EpochRaised
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.messages import (
@@ -574,3 +574,23 @@ def test_a_journal_is_known_wherever_its_tables_are(tmp_path: Path, name: str) -
         again = SqliteJournal(path, by=1)
         assert again.restore()[Channel("policy")].epoch == 8
         again.close()
+
+
+def test_the_run_of_a_channel_is_kept_until_the_channel_is_forgotten(tmp_path: Path) -> None:
+    """By the record of the grant, so it costs no write of its own; a journal of an earlier release has none (N60)."""
+    journal = SqliteJournal(tmp_path / "j")
+    journal.write(msgspec.structs.replace(taken(1), run="exp-1"))
+    journal.write(taken(2))
+    journal.close()
+    again = SqliteJournal(tmp_path / "j")
+    assert again.restore()[Channel("policy")].owner == ChannelOwner("exp-1", taken(1).holder)
+    again.write(msgspec.structs.replace(taken(2**24), run="exp-2"))
+    assert again.restore()[Channel("policy")].owner == ChannelOwner("exp-2", taken(1).holder)
+    again.forget([Channel("policy")])
+    again.write(taken(2**25))
+    assert again.restore()[Channel("policy")].owner is None
+    again._db.execute("DROP TABLE owner")
+    again.close()
+    earlier = SqliteJournal(tmp_path / "j")
+    assert earlier.restore()[Channel("policy")].owner is None
+    earlier.close()

@@ -277,6 +277,38 @@ def test_a_channel_that_stays_busy_ends_the_publication_on_every_rank(rig: Build
     one.failure(1, errors.LeaseBusy)
 
 
+def test_a_trainer_names_its_run_and_takes_the_channel_once(rig: Build) -> None:
+    """Its name, unless another is set; a later run that takes the channel is not undone by a flag in a script (N60)."""
+    one = rig(2, takeover=True)
+    one.publish(1)
+    one.publish(2)
+    asked = [(each.run, each.takeover) for each in one.coordinator.said(m.Acquire)]
+    assert asked == [("trainer", True), ("trainer", False)]
+    taken = RequestRefused(m.RefusalCode.CHANNEL_TAKEN, "channel 'c' belongs to run 'exp-2'")
+    one.coordinator.refusals[m.Acquire] = deque([taken])
+    failed = one.failure(3, errors.ChannelTaken)
+    assert all("exp-2" in str(each) for each in failed)
+    one.publish(4)
+
+
+def test_an_older_coordinator_is_told_no_run(rig: Build) -> None:
+    """It cannot read the message that names one, and says so: the version is published all the same (N44, N60)."""
+    one = rig(1, run="exp-1", request_timeout_s=0.5, acquire_timeout_s=20.0)
+    coordinator = one.coordinator
+    usual = coordinator._answer
+
+    def older(message: m.ToCoordinator) -> m.ToAgent:
+        if isinstance(message, m.Acquire) and message.run:
+            coordinator.unread_at = time.monotonic()
+            raise silence()
+        return usual(message)
+
+    coordinator._answer = older  # type: ignore[method-assign]
+    one.publish(1)
+    one.publish(2)
+    assert [each.run for each in coordinator.said(m.Acquire)] == ["exp-1", "", ""]
+
+
 @pytest.mark.parametrize("at", [m.Acquire, m.Publish, m.Offered, m.Sent])
 def test_a_trainer_whose_key_is_revoked_is_told_so_by_its_next_request(rig: Build, at: type[m.Message]) -> None:
     """On every rank, with the command that mends it, in whatever step of the round (N55)."""
