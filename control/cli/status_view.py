@@ -143,7 +143,7 @@ _NUMBERS: Final = frozenset({"version", "lag"})
 
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
-    cells = []
+    cells: list[str] = []
     for head, cell, width in zip(_HEAD, row, widths, strict=True):
         space = " " * (width - cell_len(cell))
         cells.append(f"{space}{cell}" if head in _NUMBERS else f"{cell}{space}")

@@ -259,7 +259,8 @@ def _past(each: PastRound, longest: float) -> str:
 
 def _bar(seconds: Mapping[str, float], longest: float) -> str:
     """A bar as long as the round was in comparison with the longest one, in the colors of its phases."""
-    at, parts = 0.0, []
+    at = 0.0
+    parts: list[str] = []
     for phase in PHASES:
         if (spent := seconds.get(phase, 0.0)) > 0 and longest > 0:
             width = 1000 * spent / longest

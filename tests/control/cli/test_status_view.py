@@ -112,8 +112,8 @@ def coordinator_url() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(msgspec.json.encode(EVERYTHING))
 
-        def log_message(self, *given: object) -> None:
-            del given
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the name is the base class's
+            del format, args
 
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
@@ -162,7 +162,7 @@ def test_what_is_not_ready_is_said() -> None:
 
 
 @contextmanager
-def served(page: Callable[[], bytes]) -> Iterator[tuple[str, list[str]]]:
+def served(page: Callable[[], bytes]) -> Generator[tuple[str, list[str]]]:
     """Address of a port with the page, and what else was asked of it."""
     asked: list[str] = []
 
