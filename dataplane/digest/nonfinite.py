@@ -55,8 +55,8 @@ def add_counts(words: Words, cuts: Column, masks: Words, counts: Column) -> None
     """Add to `counts`, (tensors,), the elements of each tensor that are not finite.
 
     `cuts`, (tensors,), are the indexes in `words` at which tensors begin, the first of them 0; `masks`, (tensors,), are
-    those of their dtypes. In words of one dtype without such elements, the rule, the largest of them as integers tell:
-    two passes of a few bytes a cycle.
+    those of their dtypes. In words of one dtype without such elements, the rule, the bits that any word has tell, or
+    the largest elements as integers: one to three passes of many bytes a cycle.
     """
     mask: int = int(masks[0])
     if len(masks) == 1 or bool((masks == masks[0]).all()):
@@ -80,6 +80,9 @@ def odd_bits(words: Words, mask: Words | np.uint64) -> Words:
 
 def _any(words: Words, mask: int) -> bool:
     signed, unsigned, least = _VIEWS[mask]
+    # Weights below 2 leave the highest bit of the exponent free: one pass. Those in eight bits fill their range.
+    if signed is not np.int8 and not odd_bits(np.bitwise_or.reduce(words)[None], np.uint64(mask))[0]:
+        return False
     # Above the finite ones are, of elements as integers with a sign, the positive odd ones; without, the negative ones.
     positive, negative = words.view(signed).max(), words.view(unsigned).max()
     return int(positive) >= least or int(negative) >= least | (np.iinfo(unsigned).max // 2 + 1)
