@@ -121,7 +121,8 @@ def print_unwrapped(console: Console, shown: Text) -> None:
 def _channel(name: str, channel: ChannelView) -> list[str]:
     committed = f"version {channel.committed.version}" if channel.committed else "nothing committed"
     ready = f"{len(channel.ready)} of {len(channel.engines)} engines ready"
-    lines = [f"channel {name}: {committed}, epoch {channel.epoch}, {ready}"]
+    run = f", of run {channel.owner}" if channel.owner else ""
+    lines = [f"channel {name}: {committed}, epoch {channel.epoch}, {ready}{run}"]
     lines += [f"trainer     {_trainer(trainer, each, channel)}" for trainer, each in sorted(channel.trainers.items())]
     if not channel.trainers:
         lines.append(f"trainer     none is connected{_lease_of('', channel)}")

@@ -172,6 +172,7 @@ def _channel(name: str, channel: ChannelView) -> str:
         f'<span class="version">{committed}</span>',
         _chip("good" if ready == all_ and all_ else "bad" if not ready else "busy", f"{ready} of {all_} engines ready"),
         f"<span>epoch {channel.epoch}</span>",
+        f"<span>of run {_text(channel.owner)}</span>" if channel.owner else "",
         f"<span>lease of {_text(lease.holder)} for version {lease.version}</span>" if lease else "",
     ]
     parts = [f'<section><h2>{_text(name)}</h2><p class="facts">{"".join(facts)}</p>']

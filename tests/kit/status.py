@@ -81,6 +81,7 @@ EVERYTHING: Final = StatusView(
                 ),
             },
             ready=("http://10.0.0.7:30000",),
+            owner="run-7",
             history=tuple(PastStatus(version, version + 1, rollback=False) for version in range(38, 42)),
             trainers={
                 "t0": TrainerView("10.0.0.5", "cuda", 4, 0.2, published=42),

@@ -84,6 +84,7 @@ def test_no_url_and_no_command_is_broken(width: int) -> None:
 def test_trainer_last_round_and_transport_are_shown() -> None:
     """With the phases of the round and by which transport each engine took its version."""
     text = shown(80)
+    assert "channel policy: version 41, epoch 9, 1 of 3 engines ready, of run run-7\n" in text
     assert "t0: 4 ranks at 10.0.0.5 (cuda), announced version 42 last, lease for version 42 (epoch 9)" in text
     assert "t1: 1 rank at an unknown address (unknown device)\n" in text
     assert "round       transferring version 42, 1.5 s, at most 1 paused" in text

@@ -44,6 +44,7 @@ def status_with(text: str) -> StatusView:
     channel = EVERYTHING.channels["policy"]
     hostile = msgspec.structs.replace(
         channel,
+        owner=text,
         lease=LeaseView(text, 9, 42, 9.0),
         engines={text: engine(text, "dirty", reason=text, server_version=text, device=text)},
         trainers={text: TrainerView(text, text, 4, None, published=42)},
@@ -109,7 +110,15 @@ def test_all_of_the_status_is_shown() -> None:
     """Channel, versions, trainers, engines with lag and reason, and the rounds, newest first, with their phases."""
     page = page_of(EVERYTHING)
     texts = "|".join(Parsed(page).texts)
-    for part in ("policy", "version 41", "1 of 3 engines ready", "lease of t0", "announced version 42", "transferring"):
+    for part in (
+        "policy",
+        "version 41",
+        "1 of 3 engines ready",
+        "lease of t0",
+        "of run run-7",
+        "announced version 42",
+        "transferring",
+    ):
         assert part in texts
     for name, each in EVERYTHING.channels["policy"].engines.items():
         assert f"{name}|{each.state}|{each.version}|{each.lag}|direct|0.5.17 cuda tp2|{each.url}" in texts
