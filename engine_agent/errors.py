@@ -73,6 +73,13 @@ class KeyFileUnusable(EngineAgentError, ConfigurationError):
         )
 
 
+class KeyRefused(EngineAgentError, ConfigurationError):
+    """The server does not take the key that this agent was given for it. Keys are not repeated."""
+
+    def __init__(self, url: str, found: str, advice: str) -> None:
+        super().__init__(f"the server at {url} refuses this agent ({found}): {advice}")
+
+
 class ServerInUse(EngineAgentError, ConfigurationError):
     """Another agent of this host stands beside this server."""
 

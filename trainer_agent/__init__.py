@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         ChannelTaken as ChannelTaken,
         ConnectFailed as ConnectFailed,
         CoordinatorLost as CoordinatorLost,
+        EnginesMissing as EnginesMissing,
         LeaseBusy as LeaseBusy,
         PublishFailed as PublishFailed,
         PublishHandle as PublishHandle,

@@ -98,7 +98,12 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lag_timeout_s: Annotated[Wait, Meta(description="how long training stands still for max_lag at most")] = 1800.0
     pause: Annotated[PauseMode, Meta(description="what happens to requests that are generating")] = PauseMode.RETRACT
     flush: Annotated[bool, Meta(description="drop KV and prefix caches before engines resume")] = True
-    min_engines: Annotated[int, Meta(description="verified engines needed to commit; 0: one if any joined", ge=0)] = 0
+    min_engines: Annotated[
+        int, Meta(description="verified engines needed to commit, waited for; 0: one if any joined", ge=0)
+    ] = 0
+    engines_timeout_s: Annotated[
+        Wait, Meta(description="how long a publication waits for min_engines, or for engines whose servers start")
+    ] = 600.0
     redrives: Annotated[int, Meta(description="how often failed engines are sent everything again", ge=0, le=100)] = 1
     slow: Annotated[
         StragglerPolicy, Meta(description="wait-all, quorum or evict-after: how slow engines are waited for")
@@ -233,6 +238,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             round_s=self.round_timeout_s,
             abandon_s=self.abandon_timeout_s,
             attempts=self.attempts,
+            engines_s=self.engines_timeout_s,
+            min_engines=self.min_engines,
         )
 
 

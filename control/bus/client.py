@@ -89,6 +89,13 @@ TOPOLOGY_S: Final = 10.0
 _Answered = tuple[ToAgent, bytes | None]
 
 
+_ABILITIES: Final[tuple[Mapping[str, object], ...]] = (
+    {"trouble": "", "trouble_s": 0.0, "starting": False},
+    {"supports_deferred_digests": False},
+)
+"""Fields of `Topology` that an older coordinator does not know, newest first, with the values that are not sent."""
+
+
 class _TopologyChanged:
     """Tells the thread to report the agent's topology."""
 
@@ -138,8 +145,8 @@ class BusClient:
         self._topology = topology
         self._clock = time.monotonic
         self._topology_request: RequestId | None = None
-        self._with_deferred_digests = False
-        """True if `_topology_request` names also what an older coordinator does not understand."""
+        self._topology_omits = 0
+        """Number of abilities left out of `_topology_request` because an older coordinator may not understand them."""
         self._link: AgentLink = link or DealerLink(settings.endpoint, settings.curve)
         self._keys = os.urandom(8).hex()
         self._counter = itertools.count(1)
@@ -481,19 +488,31 @@ class BusClient:
         ours = f" with the key of fingerprint {self._fingerprint}, which this agent has" if self._fingerprint else ""
         return f"where the coordinator runs, run {command}{ours}"
 
-    def _send_topology(self, *, whole: bool = True) -> None:
+    def _send_topology(self, omit: int = 0) -> None:
+        """Report the topology, without the newest `omit` abilities that it names."""
         if self._topology is None:
             return
-        key, where = self.new_request(), self._topology()
-        self._topology_request, self._with_deferred_digests = key, whole and where.supports_deferred_digests
-        message = msgspec.structs.replace(where, request=key, supports_deferred_digests=self._with_deferred_digests)
+        key = self.new_request()
+        message = msgspec.structs.replace(self._topology(), request=key)
+        for left_out in _ABILITIES[:omit]:
+            message = msgspec.structs.replace(message, **left_out)
+        self._topology_request, self._topology_omits = key, omit
         self._handle(RequestSubmitted(key, message, None, self._clock() + TOPOLOGY_S, TOPOLOGY_S))
+
+    def _send_less_topology(self) -> None:
+        """The last report was not understood: send it with fewer abilities, if it named any."""
+        if self._topology is None or self._session.phase is not SessionPhase.JOINED:
+            return
+        where = self._topology()
+        for omit in range(self._topology_omits + 1, len(_ABILITIES) + 1):
+            if msgspec.structs.replace(where, **_ABILITIES[omit - 1]) != where:
+                self._send_topology(omit)
+                return
 
     def _resolve(self, key: RequestId, outcome: _Answered | WeightbusError) -> None:
         if key == self._topology_request and isinstance(outcome, WeightbusError):
             get_log(__name__).info("topology_not_told", reason=str(outcome))
-            if self._with_deferred_digests and self._session.phase is SessionPhase.JOINED:
-                self._send_topology(whole=False)
+            self._send_less_topology()
         with self._changed:
             future = self._futures.pop(key, None)
         if future is None:

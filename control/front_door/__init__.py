@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ChannelTaken as ChannelTaken,
         ConnectFailed as ConnectFailed,
         CoordinatorLost as CoordinatorLost,
+        EnginesMissing as EnginesMissing,
         ExportedSource as ExportedSource,
         FSDPSource as FSDPSource,
         FullTensorSource as FullTensorSource,

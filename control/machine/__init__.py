@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     )
     from .status import (
         LENT as LENT,
+        STARTING as STARTING,
         ChannelView as ChannelView,
         EngineView as EngineView,
         PastStatus as PastStatus,

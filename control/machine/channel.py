@@ -573,6 +573,18 @@ class Channel:
             self._registry.settle(engine, self._settling_epoch(engine), self.committed, now)
         return True
 
+    def engine_located(self, agent: Agent, report: Topology, now: float) -> Channel | None:
+        """Take an engine's topology report. Returns this channel if the engine has other trouble than before."""
+        engine = self.engines.get(agent.name)
+        if engine is None:
+            return None
+        changed = engine.note_topology(report, now)
+        agent.topology = engine.topology
+        if not changed:
+            return None
+        self._registry.recheck(agent.name)
+        return self
+
     def _note_seen_epoch(self, engine: EngineRecord, epoch: Epoch, now: float) -> bool:
         """Record the highest epoch that the engine has seen. If it is above the channel's, raise that one, durably."""
         engine.seen_epoch = epoch

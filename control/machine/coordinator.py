@@ -326,9 +326,9 @@ class Coordinator:
                 self._get_blob(agent, message, peer)
             case Topology():
                 agent.topology = message
-                if agent.role is Role.ENGINE and (engine := self.channels[agent.channel].engines.get(agent.name)):
-                    engine.topology = message
                 self._effects.answer(peer, agent.name, message, YES)
+                if agent.role is Role.ENGINE:
+                    self._flush(self.channels[agent.channel].engine_located(agent, message, now), now)
             case GetStatus():
                 self._get_status(agent, message, peer, now)
             case PutBlob():

@@ -52,6 +52,9 @@ _IN_ROUND: Final[Mapping[EnginePhase | None, Decision]] = {
 }
 
 
+_NONE: Final = Route(None, "")
+
+
 class AllowedVersions(msgspec.Struct, frozen=True):
     """Versions that engines of a channel may serve. `Channel.make_current` replaces it."""
 
@@ -113,7 +116,12 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     epoch_reported: bool = False
     """True once a heartbeat since its `Hello` has reported `seen_epoch`."""
     topology: Topology | None = None
-    """Its last topology report."""
+    """Its last topology report, without trouble."""
+    trouble: str = ""
+    """Why its server can take no version now, by that report; empty if it can."""
+    trouble_since: float = 0.0
+    starting: bool = False
+    """True if that server has held no version since its launch: a publication with too few engines waits for it."""
     last_transport: TransportKind | None = None
     """Transport of the last version that it took, since its agent and the coordinator started."""
     last_transfer_s: float = 0.0
@@ -174,6 +182,21 @@ class EngineRecord(msgspec.Struct, kw_only=True):
             )
         return known
 
+    def note_topology(self, report: Topology, now: float) -> bool:
+        """Take a topology report. Returns True if the engine's trouble changed.
+
+        Trouble is kept apart: a route does not depend on it, and is not chosen anew for it.
+        """
+        before = self.trouble, self.starting
+        self.trouble, self.trouble_since, self.starting = report.trouble, now - report.trouble_s, report.starting
+        self.topology = msgspec.structs.replace(report, trouble="", trouble_s=0.0, starting=False)
+        return before != (self.trouble, self.starting)
+
+    def trouble_for(self, now: float) -> str:
+        """The trouble with its duration; empty without any."""
+        found, colon, advice = self.trouble.partition(": ")
+        return f"{found} for {max(0.0, now - self.trouble_since):.0f} s{colon}{advice}" if found else ""
+
     def note_memory(self, committed: HeldVersion | None, *, released: bool) -> None:
         """Record whether its memory is released; `committed` is the current version."""
         if released and not self.memory_released:
@@ -212,10 +235,9 @@ def readiness(engine: EngineRecord, phase: EnginePhase | None, window: AllowedVe
     """Whether requests may be sent to the engine, and why not."""
     if not engine.alive:
         return Decision(RefusalCode.NOT_ALLOWED, engine.reason or "not here")
-    if engine.health is not _CLEAN:
-        return Decision(
-            RefusalCode.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}"
-        )
+    if engine.trouble or engine.health is not _CLEAN:
+        unclean = f"{engine.health.value}: {engine.reason or 'waits for a verified version'}"
+        return Decision(RefusalCode.NOT_ALLOWED, engine.trouble or unclean)
     if phase not in GENERATING:
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
@@ -267,17 +289,24 @@ class EngineRegistry:
     ) -> FleetAtStart:  # fmt: skip
         """The engines as a round with those in `among` begins; `catch_up` marks the round of a resync.
 
-        Engines with an unacknowledged command are listed only if the others in `routes` are enough for `policy`.
+        Engines with an unacknowledged command, or with trouble, are listed only if the others in `routes` are enough
+        for `policy`; those with trouble also if no transport reaches them.
         """
         here = [engine for engine in self.engines.values() if engine.alive]
         pending = self._pending_commands
         down = frozenset(each.name for each in here if catch_up and each.downed_by == committed and not each.serving)
         serving = (each.name for each in here if _serves(each, committed))
         late = frozenset(each.name for each in here if each.unacknowledged and pending.get(each.name) is not None)
-        others = sum(route.transport is not None and name not in late for name, route in routes.items())
+        troubled = {each.name: each.trouble for each in here if each.trouble}
+        others = sum(
+            route.transport is not None and name not in late and name not in troubled for name, route in routes.items()
+        )
         enough = others >= max(1, policy.min_engines)
         return FleetAtStart(
-            down.union(serving), sum(name not in among for name in down), late if enough else frozenset()
+            down.union(serving),
+            sum(name not in among for name in down),
+            late if enough else frozenset(),
+            {name: why for name, why in troubled.items() if enough or routes.get(name, _NONE).transport is None},
         )
 
     def routes(

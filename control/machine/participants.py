@@ -131,6 +131,8 @@ class FleetAtStart(NamedTuple):
     """Number of engines that stopped serving because of the version that a resync brings, and take no part in it."""
     unacknowledged: frozenset[AgentId] = frozenset()
     """Engines with an unacknowledged command of an earlier round: this round does not wait for them."""
+    troubled: Mapping[AgentId, str] = {}
+    """Engines whose servers are known to take no version now, with the reason: this round does not ask them."""
 
 
 STILL_SERVING: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)
@@ -203,7 +205,7 @@ class Participants:
         epoch, retries = publish.epoch, publish.policy.retries
         for name, info in engines.items():
             transport = routes[name].transport
-            phase = _PREPARING if transport else _LEFT
+            phase = _PREPARING if transport and name not in fleet.troubled else _LEFT
             self.by_name[name] = Participant(
                 name=name,
                 info=info,
@@ -216,7 +218,7 @@ class Participants:
                 was_serving=name in fleet.was_serving,
             )
         for participant in self.within(*FINISHED):
-            participant.reason = (
+            participant.reason = fleet.troubled.get(participant.name, "") or (
                 _UNACKNOWLEDGED if participant.name in fleet.unacknowledged else routes[participant.name].reason
             )
             self._phase_changes[participant.name] = None

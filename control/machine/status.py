@@ -24,6 +24,8 @@ from .engine_registry import EngineRecord, readiness
 from .membership import Membership
 from .states import RoundState
 
+STARTING: Final = "starting"
+"""`EngineView.state` of an engine whose server takes no version yet and has held none since its launch."""
 LENT: Final = "lent"
 """`EngineView.state` of an engine whose memory is released until a later version is committed."""
 _ENCODER: Final = msgspec.json.Encoder(decimal_format="number")
@@ -80,8 +82,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
     url: str
     state: str
-    """``lost``, ``dirty``, ``pending``, ``lent`` (pending, its memory released until a later version is committed),
-    ``paused``, ``serving``, or its phase in the running round."""
+    """``lost``, ``starting``, ``dirty``, ``pending``, ``lent`` (pending, its memory released until a later version is
+    committed), ``paused``, ``serving``, or its phase in the running round."""
     version: int | None
     """Version that it holds, verified."""
     lag: int
@@ -102,6 +104,15 @@ class EngineView(msgspec.Struct, frozen=True):
     """True if its version was committed in this channel, as far as the history goes."""
     last_transport: TransportKind | None = None
     """Transport of the last version that it took, since its agent and the coordinator started."""
+    trouble: str = ""
+    """Why its server can take no version now, and for how long; empty if it can."""
+    starting: bool = False
+    """True if that server has held no version since its launch: it may come yet."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether a version could be sent to it now, as far as is known. It need not serve the committed one."""
+        return self.state not in {"lost", LENT} and not self.trouble
 
 
 class TrainerView(msgspec.Struct, frozen=True):
@@ -257,6 +268,7 @@ def _engine(
     """`past`: versions committed in the channel, as far as remembered."""
     verdict = readiness(engine, channel.phase(engine.name), channel.versions_allowed_to(engine.name))
     held, committed, info = engine.held, channel.committed, engine.info
+    trouble = engine.trouble_for(now) if engine.alive else ""
     version = held.version if held else None
     known = held is None or _was_committed(held, committed, past)
     behind = held.version if held and known and committed and held.version <= committed.version else 0
@@ -266,7 +278,7 @@ def _engine(
         version=version,
         lag=committed.version - behind if committed else 0,
         ready=verdict.ok,
-        reason=verdict.reason,
+        reason=f"starting: {trouble}" if trouble and engine.starting else trouble or verdict.reason,
         last_seen_s=_last_seen(engine.name, members, now),
         incarnation=engine.incarnation,
         server_version=info.server_version,
@@ -277,6 +289,8 @@ def _engine(
         transports=info.transports,
         known=known,
         last_transport=engine.last_transport,
+        trouble=trouble,
+        starting=bool(trouble) and engine.starting,
     )
 
 
@@ -286,6 +300,8 @@ def _state(engine: EngineRecord, channel: Channel) -> str:
         return "lost"
     if phase is not None:
         return phase.value
+    if engine.starting and engine.trouble:
+        return STARTING
     if engine.health is not EngineHealth.CLEAN:
         return LENT if engine.awaits_newer(channel.committed) else engine.health.value
     return "serving" if engine.serving else "paused"

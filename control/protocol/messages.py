@@ -480,6 +480,13 @@ class Topology(Message, frozen=True, tag="Topology"):
     """Bytes of a version that the worker with the most received, by transport used so far (engines only)."""
     supports_deferred_digests: bool = msgspec.field(default=False, name="awaits_tables")
     """True if the agent supports deferred digests."""
+    trouble: Text = ""
+    """Why the engine's server can take no version now; empty if it can. Its duration is shown before the first ": "."""
+    trouble_s: Seconds = 0.0
+    """Seconds for which that had lasted when the message was made."""
+    starting: bool = False
+    """True if that server has held no version since its launch, or was never reached: it may still compile or capture
+    graphs, and a publication with too few engines waits for it."""
 
 
 class Bye(Message, frozen=True, tag="Bye"):

@@ -31,6 +31,8 @@ import msgspec
 from weightbus.dataplane.tensors import Manifest, TensorSpec
 from weightbus.dataplane.transports import EngineServer
 
+from ..errors import ServerError
+
 CALL_S: Final = 30.0
 """Deadline of a call that only changes a flag. The server answers it at once unless its scheduler is stuck."""
 
@@ -152,6 +154,14 @@ class Engine(EngineServer, Protocol):
 
     def close(self) -> None:
         """Drop the connections. The server is left as it is."""
+        ...
+
+    def check_keys(self, deadline_s: float = CALL_S) -> None:
+        """Raise `KeyRefused` if the server does not let this agent change it. Changes nothing."""
+        ...
+
+    def explain(self, error: ServerError) -> str:
+        """Why the server cannot be used, and what to do. Its duration may be put before the first colon and space."""
         ...
 
     # -- what fits it

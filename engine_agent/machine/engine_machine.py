@@ -409,7 +409,7 @@ class EngineMachine:
         self, running: RunningOperation, result: Result, now: float
     ) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
-        self.pause_lease.doubted |= isinstance(result, OperationFailed)
+        self.pause_lease.doubted |= isinstance(result, OperationFailed) and result.by_server
         match running.operation:
             case Validate():
                 return self._validated(command, result, seconds)

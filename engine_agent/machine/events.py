@@ -143,6 +143,8 @@ class OperationFailed(msgspec.Struct, frozen=True):
     dirty: bool = False
     doubted: bool = False
     """True if calls may have met another server than was meant, or one that another party let generate meanwhile."""
+    by_server: bool = True
+    """False if the server was not asked, or answered well: nothing is in doubt about it."""
 
 
 Result = OperationDone | Received | VerificationPassed | OperationFailed

@@ -48,6 +48,7 @@ from weightbus.control.protocol import (
     Transfer,
     WeightbusError,
     Welcome,
+    clip,
 )
 from weightbus.control.security import AllowList, agent_key_files, allow_list_path
 from weightbus.control.server import (
@@ -94,13 +95,15 @@ from ..machine import (
     ServerTaken,
     ServerView,
     TimePassed,
+    Validate,
     WeightState,
     Welcomed,
+    name_of,
 )
 from ..state_file import EffectDispatcher, LockHeld, StateFile, StateWriter, server_claim
 from .file_resync import FileResync
 from .memory_release import MemoryRelease, Noticed
-from .operation_executor import OperationExecutor
+from .operation_executor import LOOK_S, OperationExecutor
 from .prerecording import Prerecorder
 from .server_watch import Calm, ServerWatch, WeightSampler
 from .settings import EngineAgentSettings, check_trust, read_keys
@@ -125,6 +128,10 @@ _NO_ADMIN_KEY: Final = (
     "any client of the server may load, pause, release and resume its weights: give the server --admin-api-key KEY, and"
     " this agent --admin-api-key-file FILE with the same key"
 )
+_ALONE_S: Final = 15.0
+"""Seconds after which a sidecar whose server never answered joins without it, so that its reason is seen there."""
+_FIRST_LOOK_S: Final = 2.0
+"""Seconds between two looks whether the workers of a server without any version answer."""
 _START_S: Final = 3.0
 """A server that starts answers its health check with 503 at once; one that is paused does not answer it at all."""
 _CLOSE_S: Final = 5.0
@@ -155,6 +162,19 @@ class _Stop(msgspec.Struct, frozen=True):
 
 class _Ended(Exception):
     """`stop` was called: waits end."""
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why the server can take no version now, since when, and whether it may only be starting."""
+
+    reason: str
+    since: float
+    starting: bool = False
+
+    def lasting(self, now: float) -> str:
+        """The reason with its duration, which stands before the first colon."""
+        found, colon, advice = self.reason.partition(": ")
+        return f"{found} for {now - self.since:.0f} s{colon}{advice}"
 
 
 class EngineAgent:
@@ -205,13 +225,21 @@ class EngineAgent:
         watch = ServerWatch(
             self._server, self._calm, self._events.put, settings.watch_s, sampler if settings.watch_weights else None
         )
-        self._monitor = ServerMonitor(self._server, self._events.put, settings.poll_s, watch=watch)
+        self._monitor = ServerMonitor(
+            self._server, self._events.put, settings.poll_s, watch=watch, untried=self._is_untried
+        )
+        self._told_trouble: Trouble | None = None
+        """Trouble as the coordinator was told it last."""
+        self._unwelcome = "the coordinator has not answered yet"
+        """Why this sidecar has not joined; empty once it has."""
         self._file_resync = FileResync(settings.saved_dir, settings, self._executor) if settings.saved_dir else None
         self._memory_release = MemoryRelease(self._server, self._events.put, self._records.read)
         self._prerecorder = Prerecorder(
             settings, self._server, lambda: self._view, self._events.put, self._executor.remember_layout
         )
         self._bus: BusClient | None = None
+        self._greeted_with: EngineFacts | None = None
+        """Facts of the server in the last `Hello`; None if it had never answered."""
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
         self._described: EngineFacts | None = None
@@ -223,6 +251,7 @@ class EngineAgent:
         """True if the coordinator is to be told of another process generation of the server."""
         self._taken = ""
         """The refusal that names another sidecar of this server; empty while there is none."""
+        self._started_at = time.monotonic()
         self._stopping = threading.Event()
         """Set once the bus is closed on purpose: its errors are no failures."""
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
@@ -249,10 +278,15 @@ class EngineAgent:
         thread = threading.Thread(target=self._work, name="worker", daemon=True)
         try:
             thread.start()
-            self._await_server()
+            self._reply_sender.start()
+            self._log.info("waiting_for_server", server=self.settings.server)
+            self._monitor.start()
+            if not self._await_server(min(_ALONE_S, self.settings.start_timeout_s)):
+                self._connect()
+                self._await_server(self.settings.start_timeout_s)
+            self._server.check_keys()
             self._prerecord()
             self._connect()
-            self._reply_sender.start()
             self._loop()
         except _Ended:
             self._log.info("stopped")
@@ -282,16 +316,48 @@ class EngineAgent:
         while self._machine.owes_resume and time.monotonic() < until:
             self._step(self._next())
 
-    def _await_server(self) -> None:
-        """Wait for the server: the first message to the coordinator tells its facts."""
-        self._log.info("waiting_for_server", server=self.settings.server)
-        self._monitor.start()
-        until = time.monotonic() + self.settings.start_timeout_s
+    def _await_server(self, wait_s: float) -> bool:
+        """Wait for the server, whose facts the first message to the coordinator tells. False if it never answered yet.
+
+        Raises `EngineAgentError` once `start_timeout_s` is over.
+        """
+        until = self._started_at + wait_s
         while not self._view.up:
             self._step(self._next())
-            if time.monotonic() >= until and not self._view.up:
-                waited = f"{self.settings.start_timeout_s:g} s"
-                raise EngineAgentError(f"no server at {self.settings.server} for {waited}: start it first")
+            self._tell_trouble()
+            if time.monotonic() < until or self._view.up:
+                continue
+            trouble = self._trouble()
+            said = trouble.lasting(time.monotonic()) if trouble else f"no server at {self.settings.server}"
+            if wait_s >= self.settings.start_timeout_s:
+                raise EngineAgentError(f"{said}; given up after {self.settings.start_timeout_s:g} s")
+            self._log.warning("server_not_reached", server=self.settings.server, reason=said)
+            return False
+        return True
+
+    def _is_untried(self) -> bool:
+        """Whether the server has held no version since its launch, and nothing is being done to it."""
+        view = self._view
+        idle = view.doing in {"", name_of(Validate)} and view.reached is None
+        return idle and view.held is None and view.health is EngineHealth.CLEAN
+
+    def _trouble(self) -> Trouble | None:
+        """Why the server can take no version now; None if it can."""
+        trouble = self._monitor.trouble
+        return trouble if trouble is None or not self._view.up or trouble.starting else None
+
+    def _tell_trouble(self) -> None:
+        """Report the topology again when the trouble has changed. Its duration alone is no change."""
+        trouble = self._trouble()
+        if trouble == self._told_trouble:
+            return
+        self._told_trouble = trouble
+        if trouble is None:
+            self._log.info("server_in_order", server=self.settings.server)
+        else:
+            self._log.warning("server_in_trouble", reason=trouble.reason, starting=trouble.starting)
+        if self._bus is not None:
+            self._bus.report_topology()
 
     def _prerecord(self) -> None:
         self._operations.put(self._prerecorder.carry_out)
@@ -299,7 +365,10 @@ class EngineAgent:
             self._step(self._next())
 
     def _connect(self) -> None:
-        """Join the coordinator as what the server is now."""
+        """Join the coordinator as what the server is now; again if it was launched with other ranks than before."""
+        old, self._bus = self._bus, None
+        if old is not None:
+            old.close()
         self._look_around()
         given = self.settings
         curve = agent_key_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
@@ -315,10 +384,13 @@ class EngineAgent:
         except BaseException:
             bus.close()
             raise
-        facts = self._server.facts
-        self._bus, self._executor.blobs, self._described, self._taken = bus, bus, facts, ""
-        self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
-        self._warn_of_limits()
+        facts = self._greeted_with
+        self._bus, self._executor.blobs, self._described = bus, bus, facts
+        self._unwelcome = self._taken = ""
+        known = {"server_version": facts.version, "tp": facts.tp} if facts else {"server": "not known yet"}
+        self._log.info("joined", **known, boot=welcome.boot, epoch=welcome.epoch)
+        if facts is not None:
+            self._warn_of_limits()
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 
@@ -340,6 +412,7 @@ class EngineAgent:
                 refused = isinstance(error, RequestRefused)
                 if (isinstance(error, RequestRefused) and not error.retry_after_s) or time.monotonic() >= until:
                     raise
+                self._unwelcome = str(error)
                 if time.monotonic() >= told_at + _TELL_S:
                     told_at = time.monotonic()
                     self._log.warning("hello_refused" if refused else "coordinator_unreachable", reason=str(error))
@@ -356,8 +429,9 @@ class EngineAgent:
     def _loop(self) -> None:
         while True:
             self._step(self._next())
+            self._tell_trouble()
             if self._view.up and self._is_laid_out_anew():
-                self._reconnect()
+                self._connect()
             elif self._look_around() and self._bus is not None:
                 self._bus.report_topology()
 
@@ -366,16 +440,11 @@ class EngineAgent:
         self._described = facts
         return before is not None and facts is not before and facts.layout != before.layout
 
-    def _reconnect(self) -> None:
-        """Join anew: the server was launched again with other ranks than the coordinator was told."""
-        old, self._bus = self._bus, None
-        if old is not None:
-            old.close()
-        self._connect()
-
     def _look_around(self) -> bool:
         """Look where the workers are and which transports they can take; returns whether anything has changed."""
-        facts, before = self._server.facts, self._around
+        facts, before = self._facts, self._around
+        if facts is None:
+            return False
         if self._view.up and facts.identity != self._locations[0]:
             self._locations = facts.identity, places_of(facts)
             self._server.set_reachable_memory(facts.identity, opened_by(facts, self._locations[1]))
@@ -518,6 +587,8 @@ class EngineAgent:
                     self._errands += 1
                 continue
             result = self._executor.perform(run.operation, run.identity, run.number)
+            if isinstance(run.operation, Validate) and self._executor.silent:
+                self._monitor.note_silence()  # before the round that it ends is over
             self._events.put(Operated(run.number, result))
             done = run.operation, result
 
@@ -554,8 +625,16 @@ class EngineAgent:
 
     # -- messages and views --------------------------------------------------------------------------------------------
 
+    @property
+    def _facts(self) -> EngineFacts | None:
+        """Facts of the server; None while it has never answered."""
+        return self._server.facts if self._machine.identity else None
+
     def _hello(self) -> Hello:
-        view, facts = self._view, self._server.facts
+        view, facts = self._view, self._facts
+        self._greeted_with = facts
+        if facts is None:
+            return self._hello_of(self._unknown_server())
         info = EngineInfo(
             url=self.settings.url or self.settings.server,
             server_version=facts.version,
@@ -572,6 +651,23 @@ class EngineAgent:
             generation=facts.generation,
             follows=view.follows,
         )
+        return self._hello_of(info)
+
+    def _unknown_server(self) -> EngineInfo:
+        """Description of a server that has never answered: it takes no version, and its trouble is in the topology."""
+        return EngineInfo(
+            url=self.settings.url or self.settings.server,
+            server_version="",
+            tp=1,
+            pp=1,
+            dp=1,
+            device="",
+            host=host_identity(),
+            transports=(),
+            health=EngineHealth.PENDING,
+        )
+
+    def _hello_of(self, info: EngineInfo) -> Hello:
         return Hello(
             request=RequestId("filled-in-by-the-client"),
             agent=AgentId(self.settings.name),
@@ -583,9 +679,18 @@ class EngineAgent:
 
     def _topology(self) -> Topology:
         folder = self.settings.runtime_dir or default_runtime_dir()
-        places = self._locations[1] or places_on(self._executor.devices)
-        lacking = self._server.missing_transports()
-        return topology_of(lacking, self.settings.transports, folder, places, self._executor.takes)
+        trouble, now = self._trouble(), time.monotonic()
+        if self._facts is None:
+            found = topology_of({}, self.settings.transports, folder, (), {})
+        else:
+            places = self._locations[1] or places_on(self._executor.devices)
+            lacking = self._server.missing_transports()
+            found = topology_of(lacking, self.settings.transports, folder, places, self._executor.takes)
+        if trouble is None:
+            return found
+        return msgspec.structs.replace(
+            found, trouble=clip(trouble.reason), trouble_s=max(0.0, now - trouble.since), starting=trouble.starting
+        )
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view
@@ -624,11 +729,16 @@ class EngineAgent:
         heard = self._heard_at()
         return "the coordinator was not heard of yet" if heard < 0 else _since("the coordinator is silent", now - heard)
 
-    def _readiness(self) -> Readiness:
+    def _readiness(self) -> Readiness:  # noqa: PLR0911  a list of reasons
         """Whether clients may be sent here: the server generates from one complete, verified set of weights."""
         view = self._view
         bus = self._bus
         committed = bus.committed if bus else None
+        if (trouble := self._trouble()) is not None:
+            starting = "starting: " if trouble.starting else ""
+            return Readiness(False, f"{starting}{trouble.lasting(time.monotonic())}")
+        if bus is None and self._unwelcome:
+            return Readiness(False, f"not joined: {self._unwelcome}")
         if not view.up or view.health is not EngineHealth.CLEAN:
             orphaned = f"; {self._fate_of_orphan(view)}" if view.orphaned else ""
             return Readiness(False, f"{view.health.value}: {view.reason}{orphaned}")
@@ -653,7 +763,7 @@ class EngineAgent:
             "ready": readiness.ready,
             "reason": readiness.reason,
             "engine": self._view,
-            "facts": self._server.facts if self._view.up else None,
+            "facts": self._facts if self._view.up else None,
             "taken": self._executor.taken,
         }
         return msgspec.json.encode(document)
@@ -749,8 +859,15 @@ class ServerMonitor:
         report: Callable[[ServerFound | ServerGone], None],
         poll_s: float = 1.0,
         timeout_s: float = 5.0,
+        *,
         watch: ServerWatch | None = None,
+        untried: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`untried` says whether the server has held no version since its launch: its workers are looked at then."""
+        self._untried = untried
+        self._looked_at = float("-inf")
+        self.trouble: Trouble | None = None
+        """What is wrong with the server as of the last poll; read on other threads."""
         self._server, self._watch = server, watch
         self._report = report
         self._poll_s = poll_s
@@ -807,6 +924,31 @@ class ServerMonitor:
             self._misses = 0
         except ServerError as error:
             self._missed(error)
+        else:
+            self._look_at_workers()
+
+    def note_silence(self) -> None:
+        """Its workers did not answer a check for a version. From any thread."""
+        if self.trouble is None and self._untried():
+            self.trouble = Trouble("has answered nothing", time.monotonic() - LOOK_S, starting=True)
+
+    def _look_at_workers(self) -> None:
+        """A server that compiles or captures graphs answers its HTTP side only: look until it holds a version."""
+        now = time.monotonic()
+        if not self._up:
+            return
+        if not self._untried():
+            self.trouble = None
+        elif now >= self._looked_at + _FIRST_LOOK_S:
+            self._looked_at = now
+            try:
+                self._server.answers(self._timeout_s)
+                self.trouble = None
+            except ServerSilent:
+                since = self.trouble.since if self.trouble else now
+                self.trouble = Trouble("has answered nothing", since, starting=True)
+            except ServerError:
+                self.trouble = None  # the next poll says what it is
 
     def _watch_it(self, watch: ServerWatch) -> None:
         sight = watch.look(self._timeout_s)
@@ -826,6 +968,7 @@ class ServerMonitor:
             self._up = False
             reason = f"its worker has died, process {died[0]}"
             self._server.abandon(reason)
+            self.trouble = Trouble(f"{reason}: launch the server again", time.monotonic())
             self._report(ServerGone(reason))
         return bool(died)
 
@@ -834,6 +977,7 @@ class ServerMonitor:
         facts = self._server.identify(self._timeout_s)
         if self._is_one_of_several(facts):
             self._up = False
+            self.trouble = Trouble(_SEVERAL, self.trouble.since if self.trouble else time.monotonic())
             self._report(ServerGone(_SEVERAL, answers=True))
             return
         if self._known is None or facts.identity != self._known.identity:
@@ -865,6 +1009,9 @@ class ServerMonitor:
 
     def _missed(self, error: ServerError) -> None:
         self._misses += 1
+        if not self._up or self._misses >= PATIENCE:
+            since = self.trouble.since if self.trouble else time.monotonic()
+            self.trouble = Trouble(self._server.explain(error), since, starting=self._known is None)
         ended = self._process_ended()
         if self._up and (ended or self._misses >= PATIENCE):
             self._up = False

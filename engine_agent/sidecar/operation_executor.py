@@ -174,8 +174,13 @@ class OperationExecutor:
             if isinstance(error, NotTraceable):
                 self._server.mark_unrecordable(str(error))
             self._worker_health.learn(error, identity)
-            doubted = isinstance(error, ServerDoubted)
-            result = OperationFailed(str(error) or type(error).__name__, self._left_dirty(operation), doubted)
+            by_server = not isinstance(operation, Validate) or isinstance(error, ServerError | DataplaneError)
+            result = OperationFailed(
+                str(error) or type(error).__name__,
+                self._left_dirty(operation),
+                doubted=isinstance(error, ServerDoubted),
+                by_server=by_server,
+            )
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
             result = OperationFailed(f"{type(error).__name__}: {error}", self._left_dirty(operation))
@@ -185,6 +190,11 @@ class OperationExecutor:
         elif isinstance(operation, PauseServer | Receive | ReleaseServer):
             self._worker_health.moved(identity)
         return result
+
+    @property
+    def silent(self) -> bool:
+        """True if the server did not answer the last operation in time."""
+        return self._worker_health.silent(self._generation)
 
     def remember_layout(self, layout: Manifest) -> None:
         """Keep a manifest that a version may have: it need not be fetched then."""
@@ -583,6 +593,10 @@ class WorkerHealth:
         """A process generation whose workers answered, and when."""
         self._died: tuple[str, int] | None = None
         """A process generation, and the rank of its worker that has died."""
+
+    def silent(self, generation: str) -> bool:
+        """Whether this process generation did not answer the last call in time."""
+        return self._silent == generation
 
     def learn(self, error: Exception, generation: str) -> None:
         """Take note of a failure with this process generation."""

@@ -241,6 +241,8 @@ class FakeSGLang:
         return {"success": True, "message": "", "new_version": self.label}
 
     def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
+        if "action" not in body:
+            raise Refusal(422, "Field required")
         if body["action"] != "checksum" or not self.dialect.cpu_checksums:
             raise Refusal(400, "Torch not compiled with CUDA enabled")
         if "weights" in self.lent:

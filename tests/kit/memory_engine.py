@@ -28,6 +28,7 @@ from weightbus.engine_agent.errors import (
     AnotherGeneration,
     NothingToGive,
     PauseEnded,
+    ServerError,
     ServerRefused,
     ServerSilent,
     ServerUnreachable,
@@ -156,6 +157,12 @@ class MemoryEngine(LoopbackServer):
 
     def close(self) -> None:
         self._observer = None
+
+    def check_keys(self, deadline_s: float = CALL_S) -> None:
+        """There are none."""
+
+    def explain(self, error: ServerError) -> str:
+        return f"no engine: {error}"
 
     # -- what fits it
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         ChannelTaken as ChannelTaken,
         ConnectFailed as ConnectFailed,
         CoordinatorLost as CoordinatorLost,
+        EnginesMissing as EnginesMissing,
         LeaseBusy as LeaseBusy,
         PublishFailed as PublishFailed,
         PublishHandle as PublishHandle,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         ReplicasCompared as ReplicasCompared,
     )
     from .publication import (
+        NO_ENGINE as NO_ENGINE,
         Mode as Mode,
         PublicationEnd as PublicationEnd,
         PublicationResult as PublicationResult,

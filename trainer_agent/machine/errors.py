@@ -28,6 +28,25 @@ class AgentClosed(TrainerError):
     """The agent was closed, or its source broke: connect a new one."""
 
 
+class EnginesMissing(TrainerError):
+    """Fewer engines than wanted could take a version when the wait for them was over.
+
+    `there` names those that could, `missing` the others that have joined, each with its reason.
+    """
+
+    def __init__(
+        self, wanted: int, waited_s: float, there: tuple[str, ...], missing: dict[str, str], problem: str = ""
+    ) -> None:
+        """`problem`: why the coordinator could not be asked at last; empty if it could."""
+        self.wanted, self.there, self.missing = wanted, there, missing
+        others = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        why = problem or (f"not ready: {others}" if others else "no other has joined the channel")
+        super().__init__(
+            f"{len(there)} of {wanted} engines were there after {waited_s:g} s ({', '.join(there) or 'none'}); {why}."
+            " See `weightbus status` and the logs of the engine agents"
+        )
+
+
 class TooFarAhead(TrainerError):
     """Training from this version would be further ahead of what engines serve than `max_lag` allows.
 

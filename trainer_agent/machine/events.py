@@ -148,6 +148,15 @@ class RoundDoneReceived(Event, frozen=True):
     seconds: dict[str, float]
 
 
+class EnginesCounted(Event, frozen=True):
+    """Engines of the channel: those that could take a version now, and the others with their reasons."""
+
+    usable: tuple[str, ...]
+    missing: dict[str, str]
+    starting: bool = False
+    """True if a server of `missing` has held no version since its launch: it may come yet."""
+
+
 class Reconnected(Event, frozen=True):
     """The session with the coordinator was established anew after a restart or a lost connection."""
 
@@ -174,6 +183,7 @@ AnyEvent = (
     | DeliveryEnded
     | ReportAcknowledged
     | RoundDoneReceived
+    | EnginesCounted
     | Reconnected
     | Tick
 )
@@ -255,6 +265,10 @@ class AbandonRound(Effect, frozen=True):
     reason: str
 
 
+class CountEngines(Effect, frozen=True):
+    """Ask the coordinator which engines could take a version. Answered by `EnginesCounted` or `RequestTimedOut`."""
+
+
 class ReleaseLease(Effect, frozen=True):
     """Release the lease of `epoch` unused. Not answered."""
 
@@ -271,6 +285,7 @@ AnyEffect = (
     | AwaitDigests
     | ReportDelivery
     | AbandonRound
+    | CountEngines
     | ReleaseLease
 )
 Effects = tuple[AnyEffect, ...]

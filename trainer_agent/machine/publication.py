@@ -5,6 +5,7 @@ effects out in order and answers each with an event. This machine decides, and k
 
     ACQUIRING  --LeaseObtained-->  DIGESTING  --DigestsReady-->  ANNOUNCING  --RoundAccepted-->  WAITING
     WAITING    --SendRequested-->  SENDING  --DeliveryEnded-->  WAITING  --RoundDoneReceived-->  DONE
+    WAITING    --RoundDoneReceived, too few engines-->  GATHERING  --EnginesCounted-->  ACQUIRING
     WAITING, SENDING  --a request was not answered, or the coordinator is back-->  ANNOUNCING
     ANNOUNCING  --the coordinator lost the round, and an attempt is left-->  ACQUIRING
 
@@ -58,6 +59,8 @@ class PublicationState(enum.Enum):
     """Senders are open under `epoch`."""
     ABANDONING = "abandoning"
     """The round was abandoned by the trainer; its end is awaited, so that the report says how engines ended."""
+    GATHERING = "gathering"
+    """The round ended before any engine paused, and too few engines could take the version: more are waited for."""
     DONE = "done"
     """`result` says how the publication ended. No further effects follow."""
 
@@ -80,6 +83,12 @@ class PublishLimits(msgspec.Struct, frozen=True):
     """Maximum number of rounds begun when the coordinator loses them."""
     retry_s: float = 0.5
     """Seconds before a request is retried, unless the coordinator named a delay."""
+    engines_s: float = 600.0
+    """Longest wait for engines, over all attempts of a publication."""
+    min_engines: int = 0
+    """`Policy.min_engines`. 0: only engines that start are waited for, if no other could take the version."""
+    count_s: float = 1.0
+    """Seconds between two looks which engines are there."""
 
 
 _HIDDEN_COMMIT: Final = PublicationResult(EndReason.COMMITTED, "committed before the coordinator was heard of again")
@@ -102,7 +111,13 @@ _IN_ROUND: Final = frozenset(
 )
 
 _AWAITING_ANSWER: Final = frozenset(
-    {PublicationState.ACQUIRING, PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING}
+    {
+        PublicationState.ACQUIRING,
+        PublicationState.ANNOUNCING,
+        PublicationState.WAITING,
+        PublicationState.SENDING,
+        PublicationState.GATHERING,
+    }
 )
 
 EXPECTED: Final[dict[type[ev.Event], frozenset[PublicationState]]] = {
@@ -112,7 +127,8 @@ EXPECTED: Final[dict[type[ev.Event], frozenset[PublicationState]]] = {
     ev.DigestsUnavailable: _IN_ROUND,
     ev.RoundAccepted: frozenset({PublicationState.ANNOUNCING}),
     ev.DeliveryEnded: frozenset({PublicationState.SENDING}),
-    ev.RequestDenied: _AWAITING_ANSWER,
+    ev.EnginesCounted: frozenset({PublicationState.GATHERING}),
+    ev.RequestDenied: _AWAITING_ANSWER - {PublicationState.GATHERING},
     ev.RequestTimedOut: _AWAITING_ANSWER,
 }
 """States in which an answer of the driver is expected. Events that are not listed may come in any state."""
@@ -151,6 +167,14 @@ class Publication:
         """The delivery report that the coordinator has not acknowledged."""
         self.result: PublicationResult | None = None
         self.ended: ev.RoundDoneReceived | None = None
+        self._gathering: PublicationResult | None = None
+        """How the last round ended for which too few engines may have been there."""
+        self._gather_until: float | None = None
+        """Time at which no more engines are waited for; set once."""
+        self._lacked = False
+        """True if too few engines were there at the last count."""
+        self._missing: dict[str, str] = {}
+        """Engines that were not there at the last count, with reasons."""
         self._committed: HeldVersion | None = None
         self._retry_at: float | None = None
         self._give_up_at: float | None = None
@@ -222,7 +246,9 @@ class Publication:
                 self._pending_report = None
                 return ()
             case ev.RoundDoneReceived():
-                return self._round_ended(event)
+                return self._round_ended(event, now)
+            case ev.EnginesCounted():
+                return self._engines_counted(event, now)
             case ev.Reconnected():
                 return self._reconnected(event)
             case ev.Tick():
@@ -382,13 +408,35 @@ class Publication:
         held = self._committed
         return held is not None and bool(self.table) and (held.version, held.table) == (self.version, self.table)
 
-    def _round_ended(self, event: ev.RoundDoneReceived) -> Effects:
+    def _round_ended(self, event: ev.RoundDoneReceived, now: float) -> Effects:
         if self.state not in _IN_ROUND or event.version != self.version or event.epoch != self.lease:
             return ()
         stop = self._stop_delivery()
         self.ended = event
         ending = EndReason.COMMITTED if event.outcome is Outcome.COMMITTED else EndReason.ABORTED
-        return (*stop, *self._finish(PublicationResult(ending, event.reason)))
+        result = PublicationResult(ending, event.reason)
+        paused = any(each.seconds.get("paused") or "pause" in each.seconds for each in event.engines)
+        abandoned = self.state is PublicationState.ABANDONING
+        if ending is EndReason.COMMITTED or paused or abandoned or self._catch_up:
+            return (*stop, *self._finish(result))
+        if self._gather_until is None:
+            self._gather_until = now + self.limits.engines_s
+        self._gathering = result
+        self._move(PublicationState.GATHERING, give_up_at=self._gather_until)
+        return (*stop, ev.CountEngines())
+
+    def _engines_counted(self, event: ev.EnginesCounted, now: float) -> Effects:
+        """Begin again once enough engines are there; end as the round did if they were not what it lacked."""
+        needed = self.limits.min_engines or min(1, len(event.usable) + len(event.missing))
+        lacking = len(event.usable) < needed and (self.limits.min_engines > 0 or event.starting)
+        waited, self._lacked, self._missing = self._lacked, lacking, event.missing
+        if lacking:
+            self._retry_at = now + self.limits.count_s
+            return ()
+        if not waited or len(event.usable) < needed:
+            return self._finish(self._gathering or PublicationResult(EndReason.ABORTED))
+        self._uncounted_attempts += 1
+        return self._acquire(now)
 
     def _attempt_failed(self, event: ev.AttemptFailed) -> Effects:
         result = PublicationResult(event.ending, event.reason)
@@ -408,6 +456,8 @@ class Publication:
         if self._retry_at is None or now < self._retry_at:
             return ()
         self._retry_at = None
+        if self.state is PublicationState.GATHERING:
+            return (ev.CountEngines(),)
         return (
             (ev.RequestLease(),)
             if self.state is PublicationState.ACQUIRING
@@ -421,6 +471,11 @@ class Publication:
             case PublicationState.ACQUIRING:
                 reason = f"the channel's lease was not to be had for {self.limits.acquire_s:g} s"
                 return self._finish(PublicationResult(EndReason.LEASE_BUSY, reason, RefusalCode.LEASE_HELD))
+            case PublicationState.GATHERING:
+                why = "; ".join(f"{name}: {reason}" for name, reason in self._missing.items())
+                found = self._gathering.reason if self._gathering else ""
+                reason = f"{found}; waited {self.limits.engines_s:g} s for engines ({why or 'no other has joined'})"
+                return self._finish(PublicationResult(EndReason.ABORTED, reason))
             case PublicationState.ABANDONING:
                 reason = f"the round was given up, and its end was not heard of for {self.limits.abandon_s:g} s"
                 return self._finish(PublicationResult(EndReason.COORDINATOR_LOST, reason))
@@ -469,6 +524,14 @@ memory that engines read in place; a GPU works on both afterwards, and ``digest`
 after ``acquire``, while a CPU has done both when ``make`` ends. With deferred digests ``digest`` overlaps ``prepare``
 and ``transfer``. ``save``: waiting for checkpoint files. ``send``: the trainer's half of ``transfer``.
 """
+
+
+NO_ENGINE: Final = (
+    "committed, but no engine is there: start `weightbus engine-agent --channel {}` beside each server, and wait with"
+    " agent.wait_for_engines(n) or min_engines; see `weightbus status`"
+)
+LINE_ENGINES: Final = 4
+"""Engines that did not take the version, of which `PublishReport.line` tells the reasons."""
 
 
 class Mode(enum.StrEnum):
@@ -521,17 +584,27 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> str:
         """The report as one line for a training log."""
         serving = len(self.engines_by(Outcome.COMMITTED))
+        others = [
+            f"{each.engine} {each.outcome.value}{f': {each.reason}' if each.reason else ''}"
+            for each in self.engines
+            if each.outcome is not Outcome.COMMITTED
+        ]
+        told = "; ".join(others[:LINE_ENGINES]) + (
+            f"; and {len(others) - LINE_ENGINES} more" if len(others) > LINE_ENGINES else ""
+        )
         phases = " ".join(f"{phase}={self.seconds[phase]:.3f}s" for phase in PHASES if phase in self.seconds)
         size = f"{self.bytes / 1e6:.1f} MB in {self.buckets} buckets"
         how = " from a snapshot" if self.mode is Mode.SNAPSHOT else ""
-        why = f" ({self.reason})" if self.reason else ""
+        nobody = NO_ENGINE.format(self.channel) if self.committed and not self.engines and self.epoch else ""
+        why = f" ({self.reason or nobody})" if self.reason or nobody else ""
         kept = f", saved {self.saved}" if self.saved else f", not saved: {self.save_error}" if self.save_error else ""
         ending = f"{self.outcome.value}{how}{why}"
         odd = str(self.nonfinite) if self.nonfinite.elements else ""
         unequal = str(self.replicas) if self.replicas and self.replicas.differing else ""
         found = "".join(f", {each}" for each in (odd, unequal) if each and each not in self.reason)
         return terminal_safe(
-            f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}{found}"
+            f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines"
+            f"{f' ({told})' if told else ''}, {phases}{kept}{found}"
         )
 
 

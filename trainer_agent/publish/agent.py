@@ -21,7 +21,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, overload
+from typing import Final, Literal, Self, overload
 
 import torch
 
@@ -34,9 +34,11 @@ from weightbus.control.protocol import (
     AgentId,
     Channel,
     ConfigurationError,
+    CoordinatorUnreachable,
     Hello,
     Incarnation,
     RequestId,
+    RequestRefused,
     Role,
     TrainerInfo,
     TransportKind,
@@ -57,6 +59,7 @@ from ..machine import (
     AgentClosed,
     ConnectFailed,
     EndReason,
+    EnginesMissing,
     Mode,
     PublicationEnd,
     PublicationResult,
@@ -76,10 +79,19 @@ from .background_publisher import (
     engines_behind,
 )
 from .bucket_staging import BucketStaging, InPlaceExport, PipelineBroadcast, Stopwatch, VersionLayout
-from .driver import Progress, PublicationDriver, PublicationSigner, PublisherContext, log_publication_end, settle_device
+from .driver import (
+    Progress,
+    PublicationDriver,
+    PublicationSigner,
+    PublisherContext,
+    count_engines,
+    log_publication_end,
+    settle_device,
+)
 from .rank_commands import (
     AssembleBucket,
     CommandedRanks,
+    EnginesAwaited,
     ExportMemory,
     Finish,
     KeepWaiting,
@@ -88,6 +100,8 @@ from .rank_commands import (
 )
 from .replica_check import ReplicaCheck
 
+_COUNT_S: Final = 0.5
+"""Seconds between two looks which engines are there."""
 _log = get_log(__name__)
 
 
@@ -234,6 +248,25 @@ class TrainerAgent:
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
         return self._conclude(self._rank_zero.catch_up(version) if self._rank_zero else self._receive_end(version))
+
+    def wait_for_engines(self, n: int, timeout_s: float = 600.0) -> tuple[str, ...]:
+        """Wait until `n` engines of the channel could take a version; returns their names. Collective.
+
+        Such an engine has joined and its server answers; it need not hold the committed version. Raises
+        `EnginesMissing` after `timeout_s`, which names the engines that are there, and why others are not ready.
+        """
+        if self._unusable:
+            raise AgentClosed(f"this agent {self._unusable}: connect a new one")
+        if self._rank_zero:
+            found = self._rank_zero.wait_for_engines(n, timeout_s)
+        else:
+            while not isinstance(command := self._ranks.hear(), EnginesAwaited):
+                if not isinstance(command, KeepWaiting):
+                    raise unexpected_command(command, "to wait for engines")
+            found = command
+        if len(found.there) < n:
+            raise EnginesMissing(n, timeout_s, found.there, found.missing, found.problem)
+        return found.there
 
     def close(self) -> None:
         """Leave the channel and free the staging buffers. Not collective; may be called twice."""
@@ -421,6 +454,28 @@ class RankZero:
         known = self._context.channel_status()
         return known.history if known else ()
 
+    def wait_for_engines(self, n: int, timeout_s: float) -> EnginesAwaited:
+        """Wait until `n` engines could take a version, at most `timeout_s`, and tell every rank what was found."""
+        settings, until = self._context.settings, time.monotonic() + timeout_s
+        beat_at = time.monotonic() + settings.beat_s
+        found = EnginesAwaited((), {})
+        try:
+            while True:
+                try:
+                    counted = count_engines(self._context.channel_status())
+                    found = EnginesAwaited(counted.usable, counted.missing)
+                except (RequestRefused, CoordinatorUnreachable) as error:
+                    found = EnginesAwaited((), {}, str(error))
+                now = time.monotonic()
+                if len(found.there) >= n or now >= until:
+                    return found
+                if now >= beat_at:
+                    self._ranks.tell(KeepWaiting())
+                    beat_at = now + settings.beat_s
+                time.sleep(min(_COUNT_S, until - now))
+        finally:
+            self._ranks.tell(found)
+
     def catch_up(self, version: int) -> PublicationEnd:
         """Deliver the committed `version` to the engines that lack it, and tell every rank how that ended."""
         try:
@@ -558,7 +613,9 @@ class RankZero:
         """Upper bound in seconds of all pending publications, by their own deadlines."""
         limits = self._context.limits
         return (
-            self._background.pending * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
+            self._background.pending
+            * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s + 2 * limits.engines_s)
+            + 1.0
         )
 
     def _failed(self, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> PublicationEnd:

@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from weightbus.control.log import get_log
-from weightbus.control.machine import LENT, ChannelView
+from weightbus.control.machine import LENT, STARTING, ChannelView
 from weightbus.control.protocol import (
     CoordinatorUnreachable,
     InvariantBroken,
@@ -48,9 +48,9 @@ from .rank_commands import CommandedRanks, KeepWaiting
 
 _log = get_log(__name__)
 
-_SILENT: Final = frozenset({"lost", "dirty", "pending", LENT, "quarantined"})
+_SILENT: Final = frozenset({"lost", STARTING, "dirty", "pending", LENT, "quarantined"})
 """States of engines, as the status names them, in which an engine answers no request."""
-_NOT_BROUGHT: Final = frozenset({"lost", LENT})
+_NOT_BROUGHT: Final = frozenset({"lost", STARTING, LENT})
 """States in which an engine does not take a committed version."""
 _REASONS: Final = 64
 """Maximum number of different errors that are logged: some contain numbers that change."""

@@ -52,6 +52,7 @@ from weightbus.dataplane.transports.disk import Notes, saved_version
 from ..checkpoints import Archive, Saving
 from ..export import MemoryExport
 from ..machine import (
+    NO_ENGINE,
     EndReason,
     Mode,
     NonFinite,
@@ -196,6 +197,8 @@ class PublicationDriver:
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
+        self._waits_for_engines = False
+        """True once engines that are not there were named in the log."""
         self._saving: Saving | None = None
         self._announced: m.Publish | None = None
         self._saved = self._save_error = ""
@@ -339,7 +342,7 @@ class PublicationDriver:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: ev.AnyEffect) -> ev.AnyEvent | None:  # noqa: C901, PLR0911  one line for each effect
+    def _perform(self, effect: ev.AnyEffect) -> ev.AnyEvent | None:  # noqa: C901, PLR0911, PLR0912  one line for each effect
         match effect:
             case ev.RequestLease():
                 return self._acquire()
@@ -353,6 +356,8 @@ class PublicationDriver:
                 return self._await_digests()
             case ev.ReportDelivery():
                 return self._report_delivery(effect)
+            case ev.CountEngines():
+                return self._count_engines()
             case ev.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
@@ -398,6 +403,16 @@ class PublicationDriver:
             self._staging.in_place.ready_flags = answer.may_defer_digests
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         return ev.LeaseObtained(answer.epoch, answer.committed, self._may_defer_digests(answer))
+
+    def _count_engines(self) -> ev.AnyEvent:
+        try:
+            counted = count_engines(self._context.channel_status())
+        except RequestRefused as refused:
+            return ev.RequestTimedOut(str(refused))
+        if not self._waits_for_engines and counted.missing:
+            self._log.warning("waiting_for_engines", there=counted.usable, missing=counted.missing)
+        self._waits_for_engines = True
+        return counted
 
     def _prepare_ahead(self) -> None:
         """Begin to compute what engines read while the lease is requested."""
@@ -700,6 +715,8 @@ class PublicationDriver:
         )
         end = PublicationEnd(result, report, self.cause)
         log_publication_end(end)
+        if report.committed and ended is not None and not ended.engines and not self._catch_up:
+            self._log.warning("published_to_no_engine", reason=NO_ENGINE.format(report.channel))
         return end
 
     @property
@@ -722,6 +739,14 @@ class PublicationDriver:
         if self._context.progress is not None:
             buckets = len(self._staging.manifest.buckets)
             self._context.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))
+
+
+def count_engines(channel: ChannelView | None) -> ev.EnginesCounted:
+    """The engines of `channel` that could take a version now, and the others with their reasons."""
+    engines = channel.engines if channel else {}
+    missing = {name: each.reason or each.state for name, each in engines.items() if not each.usable}
+    starting = any(each.starting and not each.usable for each in engines.values())
+    return ev.EnginesCounted(tuple(name for name, each in engines.items() if each.usable), missing, starting)
 
 
 def _bounded(failed: Mapping[str, str]) -> dict[str, str]:

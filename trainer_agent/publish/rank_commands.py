@@ -100,6 +100,15 @@ class CompareReplicas(RankCommand, frozen=True, tag="Compare"):
     """Take part in comparing the replicas of parameters."""
 
 
+class EnginesAwaited(RankCommand, frozen=True, tag="Engines"):
+    """The wait for engines is over. `missing` has reasons by engine."""
+
+    there: tuple[str, ...]
+    missing: dict[str, str]
+    problem: str = ""
+    """Why the coordinator could not be asked at last; empty if it could."""
+
+
 class KeepWaiting(RankCommand, frozen=True, tag="Beat"):
     """Nothing to do; rank 0 is alive."""
 
@@ -133,6 +142,7 @@ AnyRankCommand = (
     | JoinSends
     | PipelineCommand
     | CompareReplicas
+    | EnginesAwaited
     | KeepWaiting
     | SnapshotTaken
     | Finish

@@ -29,6 +29,7 @@ from weightbus.dataplane.transports.distributed import StoreProxy
 
 from ...errors import (
     AnotherGeneration,
+    KeyRefused,
     NothingToGive,
     PauseEnded,
     ServerError,
@@ -54,6 +55,12 @@ LIVE_ON_CPU: Final = "sglang-sha256-8"
 LIVE_ON_GPU: Final = "sglang-fmix32-8"
 """... and for CUDA tensors: SGLang's gpu_tensor_hash (dataplane/digest/sglang_checksum.py predicts it)."""
 _Answer = TypeVar("_Answer")
+_UNAUTHORIZED: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
+_API_KEY: Final = "name the file that holds the server's --api-key with --api-key-file"
+_ADMIN_KEY: Final = (
+    "name the file that holds the server's --admin-api-key (its --api-key, where it has no other) with"
+    " --admin-api-key-file"
+)
 _JOIN: Final = "/init_weights_update_group"
 _FLUSH_STEP_S: Final = 0.1
 _LEFT: Final = 256
@@ -106,7 +113,12 @@ class SGLangServer:
 
     def identify(self, deadline_s: float = CALL_S) -> ServerFacts:
         """Read what the server is, and choose the dialect. Raises `UnknownDialect` or `ServerError`."""
-        server, model = self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s)
+        try:
+            server, model = self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s)
+        except ServerRefused as refused:
+            if self._facts is None and refused.status in _UNAUTHORIZED:
+                raise KeyRefused(self.url, str(refused), _API_KEY) from refused
+            raise
         facts = facts_of(server, model, self.url)
         identity = self._memory.identity_of(facts.identity)
         reason = self._unrecordable[1] if self._unrecordable[0] == identity else ""
@@ -131,6 +143,29 @@ class SGLangServer:
         if identity != self._pinned:
             self._pinned = identity
             self._wire.unbind()
+
+    def check_keys(self, deadline_s: float = CALL_S) -> None:
+        """Call an admin endpoint without what it needs: the server looks at the key first, and carries out nothing."""
+        try:
+            self._wire.post("/weights_checker", None, deadline_s)
+        except ServerRefused as refused:
+            if refused.status in _UNAUTHORIZED:
+                raise KeyRefused(self.url, str(refused), _ADMIN_KEY) from refused
+        except ServerError:
+            pass  # the monitor finds out what is wrong with it
+
+    def explain(self, error: ServerError) -> str:
+        """See `Engine`."""
+        if isinstance(error, ServerRefused):
+            if error.status in _UNAUTHORIZED:
+                return f"the server at {self.url} refuses this agent: {error}; {_API_KEY}"
+            if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                return f"the server at {self.url} has not started: {error}"
+            return f"{self.url} does not answer as an SGLang server: {error}; name the server's address with --server"
+        if isinstance(error, ServerSilent):
+            return f"the server at {self.url} has answered nothing: {error}"
+        reason = error.reason.removeprefix(f"no connection to {self.url}: ")
+        return f"no connection to {self.url}: {reason}; launch the server there, or name its address with --server"
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every call."""
