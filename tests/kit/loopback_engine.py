@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from weightbus.control import protocol as m
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.protocol.errors import RequestRefused, WeightbusError
@@ -45,7 +47,12 @@ class LoopbackEngine:
         self._name, self._channel, self._transport = AgentId(name), Channel(channel), transport
         self._receiver = transports.by_name(transport).receiver(ReceiverContext(runtime_dir=runtime_dir))
         self._incarnation = Incarnation(f"{name}-{time.monotonic_ns()}")
-        self._bus = BusClient(BusSettings(endpoint=coordinator), self._hello, self._heartbeat)
+        self.refuses = ""
+        """Why it takes no version, in its answer to `Prepare`."""
+        self.where = m.Topology(request=RequestId("-"))
+        self._bus = BusClient(
+            BusSettings(endpoint=coordinator), self._hello, self._heartbeat, topology=lambda: self.where
+        )
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
 
@@ -58,6 +65,11 @@ class LoopbackEngine:
         self._thread.join(60)
         self._receiver.shutdown()
         self._bus.close()
+
+    def say_trouble(self, trouble: str, *, starting: bool = False) -> None:
+        """Report that its server can take no version; empty: that it can again."""
+        self.where = msgspec.structs.replace(self.where, trouble=trouble, starting=starting)
+        self._bus.report_topology()
 
     def leave(self) -> None:
         """Without another word, from its own thread: its connection is gone."""
@@ -106,6 +118,8 @@ class LoopbackEngine:
 
     def _answer(self, message: m.ToAgent) -> None:
         match message:
+            case m.Prepare() if self.refuses:
+                self._fail(message, m.Step.PREPARE, self.refuses)
             case m.Prepare():
                 self._say(m.Prepared(**self._common(message)))
             case m.Pause():

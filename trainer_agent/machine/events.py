@@ -155,6 +155,8 @@ class EnginesCounted(Event, frozen=True):
     missing: dict[str, str]
     starting: bool = False
     """True if a server of `missing` has held no version since its launch: it may come yet."""
+    known: bool = True
+    """False if the coordinator's answer did not tell."""
 
 
 class Reconnected(Event, frozen=True):

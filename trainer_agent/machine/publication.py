@@ -428,12 +428,12 @@ class Publication:
     def _engines_counted(self, event: ev.EnginesCounted, now: float) -> Effects:
         """Begin again once enough engines are there; end as the round did if they were not what it lacked."""
         needed = self.limits.min_engines or min(1, len(event.usable) + len(event.missing))
-        lacking = len(event.usable) < needed and (self.limits.min_engines > 0 or event.starting)
+        lacking = event.known and len(event.usable) < needed and (self.limits.min_engines > 0 or event.starting)
         waited, self._lacked, self._missing = self._lacked, lacking, event.missing
         if lacking:
             self._retry_at = now + self.limits.count_s
             return ()
-        if not waited or len(event.usable) < needed:
+        if not waited or len(event.usable) < needed or not event.known:
             return self._finish(self._gathering or PublicationResult(EndReason.ABORTED))
         self._uncounted_attempts += 1
         return self._acquire(now)

@@ -407,8 +407,9 @@ class PublicationDriver:
     def _count_engines(self) -> ev.AnyEvent:
         try:
             counted = count_engines(self._context.channel_status())
-        except RequestRefused as refused:
-            return ev.RequestTimedOut(str(refused))
+        except (RequestRefused, m.Malformed) as error:
+            self._log.info("engines_not_counted", reason=str(error))
+            return ev.EnginesCounted((), {}, known=False)
         if not self._waits_for_engines and counted.missing:
             self._log.warning("waiting_for_engines", there=counted.usable, missing=counted.missing)
         self._waits_for_engines = True

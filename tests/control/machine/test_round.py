@@ -18,6 +18,7 @@ from weightbus.control.protocol.messages import (
     Acquire,
     AgentId,
     Alive,
+    Bye,
     Commit,
     EngineHealth,
     Epoch,
@@ -35,6 +36,7 @@ from weightbus.control.protocol.messages import (
     Serving,
     Step,
     ToCoordinator,
+    Topology,
     Transfer,
     Transferred,
     TransportKind,
@@ -1388,3 +1390,38 @@ def test_an_engine_that_cannot_resume_after_an_abort_is_noted() -> None:
     assert (done.engines[0].outcome, done.engines[0].reason) == (Outcome.QUARANTINED, both)
     noted = [(note.step, note.reason) for note in world.observed if isinstance(note, EngineFailed)]
     assert noted == [("preparing", first), ("leaving", both)]
+
+
+def trouble(engine: Engine, reason: str, *, starting: bool = False, lasted_s: float = 0.0) -> None:
+    engine.say(Topology(request=engine.key(), trouble=reason, trouble_s=lasted_s, starting=starting))
+
+
+def test_an_engine_whose_server_takes_no_version_is_not_asked_where_others_are_enough() -> None:
+    """It is left out with its trouble as the reason; alone it is asked, since its server may be well by now (N55)."""
+    world, well, slow, trainer = fleet()
+    trouble(slow, "has answered nothing", starting=True, lasted_s=40.0)
+    world.settle()
+    assert outcomes(world, trainer, 1) == {"e0": Outcome.COMMITTED, "e1": Outcome.ABORTED}
+    assert not slow.got(Prepare)
+    (report,) = [each for each in trainer.done.engines if each.engine == "e1"] if trainer.done else []
+    assert report.reason == "has answered nothing"
+    well.say(Bye(reason="closed"))
+    world.settle()
+    assert outcomes(world, trainer, 2)["e1"] is Outcome.COMMITTED
+    assert slow.got(Prepare)
+
+
+def test_trouble_is_shown_with_its_duration_and_keeps_an_engine_off_the_list() -> None:
+    """What the agent said, for how long by the coordinator's clock, and gone once the agent says so (N55)."""
+    world, _, slow, _trainer = fleet()
+    assert len(world.ready) == 2
+    trouble(slow, "no connection to http://e1: refused; launch it", starting=True, lasted_s=40.0)
+    world.settle()
+    assert len(world.ready) == 1
+    world.advance(2.0)
+    shown = world.machine.status(world.now).channels[CHANNEL].engines["e1"]
+    assert (shown.state, shown.starting, shown.usable) == ("starting", True, False)
+    assert shown.reason == "starting: no connection to http://e1 for 42 s: refused; launch it"
+    trouble(slow, "")
+    world.settle()
+    assert len(world.ready) == 2

@@ -9,6 +9,7 @@ from weightbus.control.protocol.errors import IllegalMove
 from weightbus.control.protocol.messages import (
     AgentId,
     Digest,
+    EngineReport,
     HeldVersion,
     Outcome,
     ReceivingEngine,
@@ -54,6 +55,9 @@ def brought_to(state: PublicationState, limits: publication.PublishLimits = LIMI
         assert machine.state is reached
     if state is PublicationState.ABANDONING:
         machine.handle(ev.Tick(), 100.0)
+    if state is PublicationState.GATHERING:
+        machine.handle(ev.DeliveryEnded(3, {}), 0.0)
+        machine.handle(ended(Outcome.ABORTED), 0.0)
     assert machine.state is state
     return machine
 
@@ -612,3 +616,63 @@ def test_an_abandoned_round_that_was_not_heard_of_is_reported_again() -> None:
     plain.handle(running, 0.1)
     assert plain.result is not None
     assert plain.result.ending is EndReason.REFUSED
+
+
+def aborted(paused_s: float = 0.0) -> ev.RoundDoneReceived:
+    report = EngineReport(engine=AgentId("e0"), outcome=Outcome.ABORTED, seconds={"resume": 0.1, "paused": paused_s})
+    return ev.RoundDoneReceived(3, 7, Outcome.ABORTED, "too few", (report,), {"total": 1.0})
+
+
+GATHERS = publication.PublishLimits(engines_s=60.0, min_engines=2, count_s=1.0)
+
+
+def test_a_round_without_enough_engines_begins_again_once_they_are_there() -> None:
+    """The lease is free meanwhile; the attempt does not count, and the limit holds for all waits together."""
+    machine = brought_to(PublicationState.WAITING, GATHERS)
+    assert machine.handle(aborted(), 5.0) == (ev.CountEngines(),)
+    assert machine.state is PublicationState.GATHERING
+    assert machine.handle(ev.EnginesCounted((), {}), 5.1) == ()
+    assert machine.handle(ev.Tick(), 6.0) == ()
+    assert machine.handle(ev.Tick(), 6.1) == (ev.CountEngines(),)
+    assert machine.handle(ev.RequestTimedOut("silence"), 7.0) == ()
+    assert machine.handle(ev.Tick(), 7.5) == (ev.CountEngines(),)
+    assert machine.handle(ev.EnginesCounted(("e0", "e1"), {}), 8.0) == (ev.RequestLease(),)
+    machine.handle(ev.LeaseObtained(9), 8.1)
+    machine.handle(ev.DigestsReady(TABLE), 8.2)
+    machine.handle(ev.RoundAccepted(), 8.3)
+    again = aborted()
+    machine.handle(ev.RoundDoneReceived(9, 7, again.outcome, again.reason, again.engines, again.seconds), 9.0)
+    machine.handle(ev.EnginesCounted(("e0",), {"e1": "starting: has answered nothing for 3 s"}), 9.1)
+    machine.handle(ev.Tick(), 65.0)
+    assert machine.result is not None
+    assert machine.result.ending is EndReason.ABORTED
+    assert "waited 60 s for engines (e1: starting: has answered nothing" in machine.result.reason
+
+
+@pytest.mark.parametrize(
+    ("least", "counted", "waits"),
+    [
+        (0, ev.EnginesCounted((), {"e0": "starting: ..."}, starting=True), True),
+        (0, ev.EnginesCounted(("e1",), {"e0": "starting: ..."}, starting=True), False),
+        (0, ev.EnginesCounted((), {"e0": "no connection"}), False),
+        (0, ev.EnginesCounted((), {}), False),
+        (2, ev.EnginesCounted((), {}, known=False), False),
+        (2, ev.EnginesCounted(("e0",), {"e1": "no connection"}), True),
+        (2, ev.EnginesCounted(("e0", "e1"), {}), False),
+    ],
+)
+def test_what_is_waited_for(least: int, counted: ev.EnginesCounted, waits: bool) -> None:
+    """`min_engines`; without it only servers that start, where no other engine could take the version."""
+    machine = brought_to(PublicationState.WAITING, publication.PublishLimits(min_engines=least))
+    machine.handle(aborted(), 5.0)
+    assert machine.handle(counted, 5.1) == ()
+    assert (machine.result is None) is waits
+    if not waits:
+        assert machine.result == publication.PublicationResult(EndReason.ABORTED, "too few")
+
+
+def test_a_round_that_paused_engines_is_not_begun_again() -> None:
+    """It did not end for lack of engines."""
+    machine = brought_to(PublicationState.WAITING, GATHERS)
+    assert machine.handle(aborted(paused_s=0.2), 5.0) == ()
+    assert machine.result == publication.PublicationResult(EndReason.ABORTED, "too few")

@@ -30,7 +30,9 @@ def test_a_report_survives_the_way_to_the_other_ranks() -> None:
 
 def test_a_report_fits_one_line() -> None:
     """Outcome, size, engines that serve, and phases in the order of the round."""
-    line = "version 7 committed: 2.5 MB in 3 buckets, 1/2 engines, acquire=0.250s transfer=1.000s total=1.500s"
+    line = (
+        "version 7 committed: 2.5 MB in 3 buckets, 1/2 engines (e1 lost), acquire=0.250s transfer=1.000s total=1.500s"
+    )
     assert REPORT.line() == line
 
 
