@@ -48,7 +48,7 @@ from ..protocol import (
     Welcome,
     codec,
 )
-from ..security import CurveFiles, agent_key_files, fingerprint, read_secret_key
+from ..security import ALLOW_LIST_FILE, CurveFiles, agent_key_files, fingerprint, read_allow_list, read_secret_key
 from .interface import AgentLink
 from .session import (
     AgentSession,
@@ -71,7 +71,7 @@ from .session import (
     Ticked,
     Transmit,
 )
-from .sockets import DealerLink, public_of
+from .sockets import DealerLink, LinkProblem, public_of
 
 PAGES_AHEAD: Final = 4
 """Pages sent without waiting for their replies: those of a digest table of some hundred thousand tensors."""
@@ -152,6 +152,7 @@ class BusClient:
         self._counter = itertools.count(1)
         key = public_of(read_secret_key(settings.curve.secret)) if settings.curve and link is None else ""
         self._fingerprint = fingerprint(key) if key else ""
+        self._secret = settings.curve.secret if settings.curve else None
         self._session = AgentSession(
             settings.endpoint, self._keys, settings.timing, time.monotonic(), self._trust_advice
         )
@@ -182,7 +183,49 @@ class BusClient:
         try:
             return self._first.result(deadline_s)
         except FutureTimeoutError:
-            raise self._session.unreachable("Hello", deadline_s, time.monotonic()) from None
+            raise self._explained(self._session.unreachable("Hello", deadline_s, time.monotonic())) from None
+
+    def _explained(self, error: WeightbusError) -> WeightbusError:
+        """`error` with what the socket knows of its cause."""
+        link = self._link
+        if not isinstance(link, DealerLink) or not isinstance(error, CoordinatorUnreachable) or link.problem is None:
+            return error
+        match link.problem:
+            case LinkProblem.UNTRUSTED:
+                found, advice = "it does not trust this agent's key", self._trust_advice() + self._known_here()
+                advice = advice[0].upper() + advice[1:]
+            case LinkProblem.OTHER_KEY:
+                given = fingerprint(link.coordinator_key) if link.coordinator_key else ""
+                found = "the handshake broke off: what listens there is no coordinator of these keys"
+                advice = (
+                    f"Copy coordinator.pub from where the coordinator runs: the one here has the fingerprint {given};"
+                    " `weightbus trust list` shows the coordinator's"
+                    if given
+                    else "Start the coordinator with --insecure-loopback too, or give this agent --keys; see that the"
+                    " port is its --router-port"
+                )
+            case LinkProblem.NOBODY:
+                found = "nothing listens there"
+                advice = "Start `weightbus coordinator` there, or name its host and --router-port with --coordinator"
+            case _:
+                assert_never(link.problem)
+        return CoordinatorUnreachable(error.endpoint, error.tried_s, error.waiting_for, found, advice)
+
+    def _known_here(self) -> str:
+        """What the allow-list beside this agent's keys says of it, where there is one."""
+        path = self._secret.parent.parent / ALLOW_LIST_FILE if self._secret else None
+        if path is None or not path.exists():
+            return ""
+        try:
+            entry = read_allow_list(path).agents.get(self._hello().agent)
+        except WeightbusError as problem:
+            return f"; {problem}"
+        if entry is None:
+            return f"; the allow-list {path} does not name it"
+        if fingerprint(entry.key) != self._fingerprint:
+            theirs = fingerprint(entry.key)
+            return f"; the allow-list {path} has another key for it, of fingerprint {theirs}: it was made anew since"
+        return f"; the allow-list {path} does trust it: the coordinator uses another one"
 
     def close(self) -> None:
         """Say Bye and stop, within about a second. Requests without a reply raise `ClientClosed`."""

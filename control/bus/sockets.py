@@ -57,6 +57,7 @@ from ..protocol import (
     codec,
 )
 from ..security import (
+    AGENT_KEYS_FOLDER,
     ALLOW_LIST_FILE,
     COORDINATOR_KEYS,
     RELOAD_S,
@@ -272,6 +273,10 @@ MAX_FRAMES: Final = 2
 """Most frames of one message beyond its first; no valid message has more. Further frames are dropped unread."""
 MAX_SKIPPED: Final = 4096
 """Frames of such a message that one poll drops, so that timers still run."""
+MAX_REFUSED: Final = 16
+"""Refused keys that are remembered for the status."""
+REFUSED_S: Final = 60.0
+"""Seconds for which a refused key is shown. Its agent tries again every few seconds."""
 MAX_CONNECTIONS: Final = 8192
 """Connections with a remembered key; beyond that, keys are read again from their next messages."""
 UNREAD: Final = 64
@@ -328,6 +333,7 @@ class RouterBus:
         self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
+        self._key_check: _KeyCheck | None = None
         self._waker = Waker()
         self._gather_poller = zmq.Poller()
         """Polls the waker alone, to gather messages meanwhile."""
@@ -358,7 +364,8 @@ class RouterBus:
         if self._keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(ZAP_DOMAIN, _KeyCheck(self._keys.trust))
+            self._key_check = _KeyCheck(self._keys.trust)
+            self._authenticator.configure_curve_callback(ZAP_DOMAIN, self._key_check)
 
     def _secure(self) -> None:
         each = self._router
@@ -497,6 +504,10 @@ class RouterBus:
                 self.connections["refused"] += 1
                 found.append(ConnectionRejected(explain_handshake(number, value)))
         return found
+
+    def refused(self) -> tuple[str, ...]:
+        """Keys that were refused lately, each with what to do about it. From any thread; reads files."""
+        return self._key_check.refused() if self._key_check else ()
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> SendOutcome:
         """Send without blocking."""
@@ -641,9 +652,38 @@ class _KeyCheck:
 
     def __init__(self, trust: AllowList) -> None:
         self._trust = trust
+        self._refused: dict[str, float] = {}
+        """Keys that were refused lately, and when, the last one at the end; at most `MAX_REFUSED`."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return domain == ZAP_DOMAIN and key.decode("ascii", "replace") in self._trust.principals(fresh=True)
+        name = key.decode("ascii", "replace")
+        trusted = domain == ZAP_DOMAIN and name in self._trust.principals(fresh=True)
+        self._refused.pop(name, None)
+        if not trusted:
+            self._refused[name] = time.monotonic()
+            for old in list(self._refused)[:-MAX_REFUSED]:
+                self._refused.pop(old, None)
+        return trusted
+
+    def refused(self) -> tuple[str, ...]:
+        """What to do about the keys that were refused within `REFUSED_S`."""
+        now = time.monotonic()
+        keys = [key for key, at in tuple(self._refused.items()) if now - at <= REFUSED_S]
+        return tuple(f"a connection was refused: {self.explain(key)}" for key in keys)
+
+    def explain(self, key: str) -> str:
+        """The key by its fingerprint and, by the files beside the allow-list, its name; the command that trusts it."""
+        known: dict[str, str] = {}
+        for path in (self._trust.path.parent / AGENT_KEYS_FOLDER).glob("*.pub"):
+            with contextlib.suppress(WeightbusError):
+                known[read_public_key(path)] = path.stem
+        name = known.get(key, "")
+        found = f"{name!r}, whose key has the fingerprint" if name else "the key of fingerprint"
+        where = "" if name else " once its NAME.pub is in the folder of agents' keys"
+        return (
+            f"{found} {fingerprint(key)}, is not trusted: run `weightbus trust add {name or 'NAME'} --role ROLE"
+            f" --channels CHANNEL` here{where}"
+        )
 
 
 def check_bind(bind: str, keys: ServerKeys | None) -> str:
@@ -678,6 +718,22 @@ FAREWELL_MS: Final = 200
 """How long a closing agent waits for its last message to leave."""
 
 
+_LINK_EVENTS: Final = (
+    _FAILED_HANDSHAKES | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED
+)
+
+
+class LinkProblem(enum.Enum):
+    """Why an agent's connection is not established, as its socket tells."""
+
+    UNTRUSTED = "untrusted"
+    """The coordinator refused the agent's key."""
+    OTHER_KEY = "other key"
+    """The handshake broke off: another coordinator key than the agent was given, or no coordinator."""
+    NOBODY = "nobody"
+    """Nothing listens at the endpoint."""
+
+
 class DealerLink:
     """An agent's socket. Implements `interface.AgentLink`."""
 
@@ -693,6 +749,15 @@ class DealerLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._waker = Waker()
         self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._opened = 0
+        self.problem: LinkProblem | None = None
+        """Why there is no connection, by its last events; None while there is one, or nothing is known."""
+
+    @property
+    def coordinator_key(self) -> str:
+        """Public key of the coordinator that this agent was given; empty without keys."""
+        return self._coordinator_key
 
     def open(self, endpoint_index: int = 0) -> None:
         """Drop the connection and begin a new one, to the endpoint of that index. Does not block."""
@@ -703,6 +768,11 @@ class DealerLink:
         _set_connecting(dealer, self._pair, self._coordinator_key)
         dealer.set(zmq.IMMEDIATE, 1)
         dealer.set(zmq.MAXMSGSIZE, codec.MAX_ANSWER_BYTES)
+        self._opened += 1
+        dealer.monitor(where := f"inproc://link-{self._opened}", _LINK_EVENTS)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.set(zmq.LINGER, 0)
+        self._monitor.connect(where)
         _connect(dealer, self._endpoints[endpoint_index])
 
     def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:
@@ -713,6 +783,9 @@ class DealerLink:
             poller.register(self._socket, zmq.POLLIN)
         poller.poll(max(0, round(timeout_s * 1000)))
         self._waker.clear()
+        if self._monitor is not None:
+            for frames in burst(self._monitor):
+                self._note(struct.unpack("=Hi", frames[0].bytes)[0])
         return [] if self._socket is None else [_read_answer(parts) for parts in burst(self._socket)]
 
     def send(self, message: ToCoordinator, blob: bytes | None = None) -> bool:
@@ -736,10 +809,29 @@ class DealerLink:
         self._context.term()
         self._waker.close()
 
+    def _note(self, event: int) -> None:
+        match event:
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.problem = None
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.problem = LinkProblem.UNTRUSTED
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                if self.problem is not LinkProblem.UNTRUSTED:
+                    self.problem = LinkProblem.OTHER_KEY
+            case zmq.EVENT_CONNECT_RETRIED:
+                self.problem = self.problem or LinkProblem.NOBODY
+            case zmq.EVENT_CONNECTED:
+                self.problem = None if self.problem is LinkProblem.NOBODY else self.problem
+            case _:
+                pass
+
     def _drop(self, linger_ms: int) -> None:
         if self._socket is not None:
             self._socket.close(linger=linger_ms)
             self._socket = None
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+            self._monitor = None
 
 
 def _set_connecting(each: zmq.Socket[bytes], pair: KeyPair | None, coordinator_key: str) -> None:

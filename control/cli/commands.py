@@ -11,6 +11,7 @@ import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +22,7 @@ from ..journal import Election, Etcd, EtcdJournal, LeaderRecord, SqliteJournal, 
 from ..log import get_log
 from ..machine import WATCHDOG_S, status as status_document
 from ..protocol import Channel, ConfigurationError
+from ..security import check_url
 from ..server import (
     CoordinatorCandidate,
     CoordinatorProcess,
@@ -257,7 +259,46 @@ def _of_store(given: ForgetChannelSettings, opened: ExitStack) -> EtcdJournal:
     return EtcdJournal(etcd, url.prefix, found)
 
 
+class ForgetEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus forget-engine``."""
+
+    url: Annotated[str, Meta(description="the coordinator's HTTP port")] = "http://127.0.0.1:5752"
+    timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0, le=86400)] = 5.0
+
+    def __post_init__(self) -> None:
+        check_url("url", self.url)
+
+
+class ForgetEngineCommand(SettingsCommand[ForgetEngineSettings]):
+    """Drops lost engines from the status and the metrics of a running coordinator; an engine that comes is back."""
+
+    help: str = "drop lost engines from status and metrics; the coordinator goes on"
+    section: str = "forget_engine"
+    kind = ForgetEngineSettings
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Engine names are positional."""
+        parser.add_argument("names", nargs="+", metavar="ENGINE", help="what to forget")
+        super().configure(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Keep the positional arguments, which are no settings."""
+        self._names = tuple[str, ...](args.names)
+        return super().run(args)
+
+    def do(self, given: ForgetEngineSettings) -> int:
+        """Ask for each. Exit code 1: one is not known, or is here."""
+        answers = [
+            status_view.post(given.url, given.timeout_s, f"/forget-engine/{quote(name, safe='')}")
+            for name in self._names
+        ]
+        for _, said in answers:
+            print(terminal_safe(said))  # noqa: T201
+        return 0 if all(done for done, _ in answers) else 1
+
+
 coordinator = CoordinatorCommand()
 status = StatusCommand()
 version = VersionCommand()
 forget_channel = ForgetChannelCommand()
+forget_engine = ForgetEngineCommand()

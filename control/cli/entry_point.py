@@ -22,6 +22,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "status": "weightbus.control.cli.commands:status",
     "plan": "weightbus.control.cli.plan_command:plan",
     "forget-channel": "weightbus.control.cli.commands:forget_channel",
+    "forget-engine": "weightbus.control.cli.commands:forget_engine",
     "keygen": "weightbus.control.cli.key_commands:keygen",
     "trust": "weightbus.control.cli.key_commands:trust",
     "version": "weightbus.control.cli.commands:version",

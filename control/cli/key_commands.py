@@ -25,6 +25,7 @@ from ..security import (
     allow_list_rows,
     edit_allow_list,
     explain_invalid_entry,
+    fingerprint,
     keys_folder,
     read_allow_list,
     read_public_key,
@@ -129,6 +130,8 @@ class TrustCommand(SettingsCommand[TrustSettings]):
         match self._action:
             case TrustAction.LIST:
                 _show(read_allow_list(path).agents)
+                if (own := folder / f"{COORDINATOR_KEYS}.pub").exists():
+                    print(f"the coordinator's own key has the fingerprint {fingerprint(read_public_key(own))}")  # noqa: T201
             case TrustAction.ADD:
                 entries = {name: _entry(given, name) for name in self._named()}
                 with edit_allow_list(path) as agents:
@@ -186,10 +189,10 @@ def _outcome(before: AllowListEntry | None, entry: AllowListEntry) -> str:
 
 
 def _show(agents: Mapping[AgentId, AllowListEntry]) -> None:
-    table = Table("agent", "role", "channels", "key", box=None, pad_edge=False)
+    table = Table("agent", "role", "channels", "key", "fingerprint", box=None, pad_edge=False)
     for row in allow_list_rows(agents):
-        table.add_row(*map(Text, row))
-    Console(highlight=False, soft_wrap=True).print(table)
+        table.add_row(*map(Text, (*row, fingerprint(row[-1]))))
+    Console(highlight=False, soft_wrap=True, width=160).print(table)  # keys and fingerprints are compared whole
 
 
 class AgentKeys(msgspec.Struct, frozen=True):

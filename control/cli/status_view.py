@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from http.client import HTTPException
@@ -76,6 +77,21 @@ def fetch(url: str, timeout_s: float, page: str = "/status") -> bytes:
         raise CoordinatorUnreachable(url, time.monotonic() - begun, f"GET {page}", str(reason), _ADVICE) from problem
 
 
+def post(url: str, timeout_s: float, page: str) -> tuple[bool, str]:
+    """Ask the coordinator at `url` for an action. Returns whether it was carried out, and what was said."""
+    request = urllib.request.Request(f"{url.rstrip('/')}{page}", data=b"", method="POST")  # noqa: S310  check_url allows http alone
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    begun = time.monotonic()
+    try:
+        with opener.open(request, timeout=timeout_s) as answer:
+            return True, answer.read(MAX_PAGE_BYTES).decode(errors="replace").strip()
+    except urllib.error.HTTPError as refused:
+        return False, refused.read(MAX_PAGE_BYTES).decode(errors="replace").strip()
+    except (HTTPException, OSError) as problem:
+        reason = getattr(problem, "reason", problem)
+        raise CoordinatorUnreachable(url, time.monotonic() - begun, f"POST {page}", str(reason), _ADVICE) from problem
+
+
 def render(view: StatusView) -> Text:
     """The status as lines of text: a paragraph for each channel.
 
@@ -86,6 +102,8 @@ def render(view: StatusView) -> Text:
     shown = Text(f"coordinator {state}, boot {view.boot}, {view.agents} agents", no_wrap=True, overflow="ignore")
     for warning in view.warnings:
         shown.append(f"\nwarning: {terminal_safe(warning)}", style="red")
+    for each in view.refused:
+        shown.append(f"\n{terminal_safe(each)}", style="red")
     if not view.channels:
         return shown.append("\nno channel yet: no agent has joined")
     for name, channel in sorted(view.channels.items()):

@@ -349,7 +349,8 @@ class Channel:
         """The time at which `tick` or `flush` is due."""
         of_round = self.round.next_deadline() if self.round else None
         of_lease = self._lease_holder.next_deadline(in_round=self.round is not None)
-        return earlier(self._pending_commands.next_deadline(), earlier(of_round, of_lease))
+        of_engines = earlier(self._pending_commands.next_deadline(), self._registry.forget_at)
+        return earlier(of_engines, earlier(of_round, of_lease))
 
     def past_rounds(self, now: float) -> tuple[PastRound, ...]:
         """The last finished rounds, oldest first."""
@@ -611,9 +612,16 @@ class Channel:
             return True
         return ignoring
 
-    def engine_lost(self, name: AgentId, reason: str, now: float) -> None:
-        """An engine fell silent, said `Bye`, or was replaced by another incarnation."""
-        self._registry.lost(name, reason, now)
+    def forget_engine(self, name: AgentId) -> None:
+        """Drop the record of a lost engine."""
+        self._registry.drop(name)
+
+    def engine_lost(self, name: AgentId, reason: str, now: float, *, for_good: bool = False) -> None:
+        """An engine fell silent, said `Bye`, or was replaced by another incarnation.
+
+        `for_good`: it left on purpose, or is not trusted any more.
+        """
+        self._registry.lost(name, reason, now, for_good=for_good)
         if self.round:
             self.round.participants.lost(name, reason)
         self._pending_commands.drop(name)

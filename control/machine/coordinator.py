@@ -180,6 +180,17 @@ class Coordinator:
         idle = all(channel.round is None for channel in self.channels.values())
         return self.stopping and idle and self._journal_writer.writing is None and not self._queued_work
 
+    def forget_engine(self, name: AgentId) -> str:
+        """Drop the record of a lost engine. Returns why not; empty if it was dropped."""
+        known = [channel for channel in self.channels.values() if name in channel.engines]
+        if not known:
+            return f"no engine {name!r} is known: see `weightbus status`"
+        if any(channel.engines[name].alive for channel in known):
+            return f"engine {name!r} is here: stop its engine agent first"
+        for channel in known:
+            channel.forget_engine(name)
+        return ""
+
     def status(self, now: float) -> status.StatusView:
         """The status document."""
         return status.StatusView(
@@ -321,7 +332,7 @@ class Coordinator:
             case Heartbeat():
                 self._flush(self._heartbeat(agent, message, peer, now), now)
             case Bye():
-                self._flush(self._leave(agent, f"said Bye: {message.reason}", now), now)
+                self._flush(self._leave(agent, f"said Bye: {message.reason}", now, for_good=True), now)
             case GetBlob():
                 self._get_blob(agent, message, peer)
             case Topology():
@@ -500,7 +511,7 @@ class Coordinator:
     def _distrusted(self, event: TrustLost, now: float) -> Channel | None:
         """The allow-list has dropped an agent's key: remove the agent."""
         agent = self.membership.get(event.agent)
-        return self._leave(agent, f"is not trusted any more: {event.reason}", now) if agent else None
+        return self._leave(agent, f"is not trusted any more: {event.reason}", now, for_good=True) if agent else None
 
     def _give_up_on(self, name: AgentId, now: float) -> Channel | None:
         """Remove an agent if it was silent for too long."""
@@ -508,15 +519,15 @@ class Coordinator:
         reason = self.membership.why_lost(agent, now) if agent else ""
         return self._leave(agent, reason, now) if agent and reason else None
 
-    def _leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> Channel:
-        """Remove an agent for good, with its lease and its part in a round."""
+    def _leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True, for_good: bool = False) -> Channel:
+        """Remove an agent, with its lease and its part in a round. `for_good`: it is not expected to come back."""
         self.membership.remove(agent.name)
         if evict and agent.peer:
             self._effects.add(Evict(peer=agent.peer, reason=reason))
         self._effects.observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
         channel = self.channels[agent.channel]
         if agent.role is Role.ENGINE:
-            channel.engine_lost(agent.name, reason, now)
+            channel.engine_lost(agent.name, reason, now, for_good=for_good)
         elif agent.role is Role.TRAINER:
             channel.trainer_lost(agent, reason, now)
         return channel

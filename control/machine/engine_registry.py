@@ -39,7 +39,7 @@ from ..protocol import (
 from .effects import ReadinessChanged, RoundReadiness
 from .membership import Agent
 from .participants import FleetAtStart, Participant, PendingCommands
-from .states import FINISHED, GENERATING, YES, Decision, EnginePhase, Limits, Route, Routing, TransferEnds
+from .states import FINISHED, GENERATING, YES, Decision, EnginePhase, Limits, Route, Routing, TransferEnds, earlier
 
 _PREPARED: Final = EnginePhase.PREPARED
 _SERVING: Final = EnginePhase.SERVING
@@ -53,6 +53,9 @@ _IN_ROUND: Final[Mapping[EnginePhase | None, Decision]] = {
 
 
 _NONE: Final = Route(None, "")
+LEFT_S: Final = 60.0
+"""Seconds for which an engine that left on purpose, or whose trust was removed, stays in the status: `forget_s` is for
+engines that were lost, which an operator has to look for."""
 
 
 class AllowedVersions(msgspec.Struct, frozen=True):
@@ -104,7 +107,8 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     version_in_doubt: bool = False
     """True if it serves another version than it was known to hold; its next heartbeat says which."""
     alive: bool = True
-    lost_at: float = 0.0
+    forget_at: float = 0.0
+    """Time at which the record of a lost engine is dropped."""
     reason: str = ""
     """Why it does not serve; empty otherwise."""
     last_epoch: Epoch = Epoch(0)
@@ -262,6 +266,8 @@ class EngineRegistry:
         self._routed: tuple[tuple[AgentId, TransferEnds], ...] = ()
         """The fleet for which `_routes` were chosen; the order of its engines counts."""
         self._routes: Mapping[AgentId, Route] = {}
+        self.forget_at: float | None = None
+        """Time at which the next lost engine is forgotten; None without one."""
         self._ready: dict[AgentId, bool] = {}
         self._to_recheck: dict[AgentId, None] = {}
         """Engines whose readiness may differ from the announced one, in the order of the causes."""
@@ -337,17 +343,26 @@ class EngineRegistry:
         self.recheck(agent.name)
         return engine
 
-    def lost(self, name: AgentId, reason: str, now: float) -> None:
-        """An engine fell silent, said `Bye`, or was replaced."""
+    def lost(self, name: AgentId, reason: str, now: float, *, for_good: bool = False) -> None:
+        """An engine fell silent, said `Bye`, or was replaced. `for_good`: it is not expected to come back."""
         if engine := self.engines.get(name):
-            engine.alive, engine.serving, engine.reason, engine.lost_at = False, False, reason, now
+            engine.alive, engine.serving, engine.reason = False, False, reason
+            engine.forget_at = now + min(self._limits.forget_s, LEFT_S if for_good else self._limits.forget_s)
+            self.forget_at = earlier(self.forget_at, engine.forget_at)
             self.recheck(name)
 
     def forget(self, now: float) -> None:
-        """Drop the records of engines that were lost more than `forget_s` ago."""
-        for engine in [e for e in self.engines.values() if not e.alive and now - e.lost_at > self._limits.forget_s]:
-            del self.engines[engine.name]
-            self._ready.pop(engine.name, None)
+        """Drop the records of lost engines whose time is over."""
+        if self.forget_at is None or now < self.forget_at:
+            return
+        for engine in [each for each in self.engines.values() if not each.alive and each.forget_at <= now]:
+            self.drop(engine.name)
+        self.forget_at = min((each.forget_at for each in self.engines.values() if not each.alive), default=None)
+
+    def drop(self, name: AgentId) -> None:
+        """Drop the record of a lost engine."""
+        del self.engines[name]
+        self._ready.pop(name, None)
 
     def settle(self, engine: EngineRecord, epoch: Epoch, committed: HeldVersion | None, now: float) -> None:
         """Tell an engine outside a round to serve: the committed version if it holds it, otherwise the one it has.

@@ -159,6 +159,8 @@ class StatusView(msgspec.Struct, frozen=True):
     channels: dict[str, ChannelView]
     warnings: tuple[str, ...] = ()
     """What is wrong around the coordinator: a disk that hangs, an allow-list that cannot be read."""
+    refused: tuple[str, ...] = ()
+    """Connections that were refused lately for their keys, each with what to do about it."""
 
 
 class StandbyView(msgspec.Struct, frozen=True):

@@ -41,8 +41,8 @@ from ..journal import (
     read_login,
 )
 from ..log import get_log
-from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView, StatusView
-from ..protocol import Bye, Heartbeat, JournalUnwritable, RefusalCode, Refused, ToCoordinator
+from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView, StatusView, status as status_document
+from ..protocol import AgentId, Bye, Heartbeat, JournalUnwritable, RefusalCode, Refused, ToCoordinator
 from ..security import keys_folder
 from .event_loop import EventLoop
 from .http_server import HttpAnswer, HttpPort, Readiness, url_of
@@ -91,6 +91,7 @@ class CoordinatorProcess:
                 keyed=keys is not None,
                 warnings=self.warnings,
             )
+            self._refused = bus.refused
             self.http = HttpPort(
                 settings.http_bind,
                 settings.http_port,
@@ -98,11 +99,12 @@ class CoordinatorProcess:
                 refresh=show,
                 readiness=self.readiness,
                 warnings=self.warnings,
-                status=lambda: self.server.status_json,
+                status=lambda: status_document.encode(self._status()),
                 pages={
-                    "/": lambda: _page(self.server.status, self.readiness()),
+                    "/": lambda: _page(self._status(), self.readiness()),
                     "/plan": lambda: HttpAnswer("application/json", self.server.plan_json),
                 },
+                named_actions={"/forget-engine": self._forget_engine},
             )
             undo.callback(self.http.stop)
             self._undo = undo.pop_all()
@@ -147,6 +149,14 @@ class CoordinatorProcess:
 
     def _trust_problem(self) -> str:
         return "" if self._keys is None else self._keys.trust.problem or self._keys.trust.warning
+
+    def _status(self) -> StatusView:
+        """The status. Files of keys are read on this thread, not on the loop's."""
+        return msgspec.structs.replace(self.server.status, refused=self._refused())
+
+    def _forget_engine(self, name: str) -> Readiness:
+        problem = self.server.forget_engine(AgentId(name))
+        return Readiness(not problem, problem or f"forgotten: {name}")
 
     def readiness(self) -> Readiness:
         """Ready while agents are served and a version could be committed."""

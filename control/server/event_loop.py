@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
 from typing import Final, Generic, TypeVar, assert_never
 
@@ -58,7 +59,16 @@ from ..machine import (
     earlier,
     status,
 )
-from ..protocol import Alive, JournalCorrupt, JournalUnwritable, ProtocolError, RefusalCode, ToAgent, VersionNotNewer
+from ..protocol import (
+    AgentId,
+    Alive,
+    JournalCorrupt,
+    JournalUnwritable,
+    ProtocolError,
+    RefusalCode,
+    ToAgent,
+    VersionNotNewer,
+)
 from .transport_plan import PlanView, encode_plan, plan_fleet
 
 IDLE_S: Final = 1.0
@@ -114,6 +124,8 @@ class EventLoop:
         self._status_snapshot = LoopSnapshot(self._view, clock)
         self._plan_snapshot = LoopSnapshot(self._plan, clock)
         self._snapshots = (self._status_snapshot, self._plan_snapshot)
+        self._to_forget: deque[tuple[AgentId, Future[str]]] = deque()
+        """Engines that an operator wants to be forgotten, filled on HTTP threads."""
         self._received_at = clock()
         """Time of the last message, by `clock`."""
         self._rate = 0.0
@@ -125,6 +137,13 @@ class EventLoop:
         """Time at which a lease was last held or a round running."""
         self.stepped_at = clock()
         """Time at which the last step ended, for the readiness page."""
+
+    def forget_engine(self, name: AgentId) -> str:
+        """Drop a lost engine from status and metrics; why not, or empty. Not for the loop's own thread."""
+        asked: Future[str] = Future()
+        self._to_forget.append((name, asked))
+        self._bus.wake()
+        return asked.result(READ_S)
 
     @property
     def status(self) -> StatusView:
@@ -194,6 +213,9 @@ class EventLoop:
             self._events.append(Tick())
         self._probe_silent_peers()
         self._drain()
+        while self._to_forget:
+            name, asked = self._to_forget.popleft()
+            asked.set_result(self.machine.forget_engine(name))
         for snapshot in self._snapshots:
             snapshot.serve()
         self.stepped_at = self._clock()

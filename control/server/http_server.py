@@ -89,12 +89,14 @@ class HttpPort:
         warnings: Callable[[], Iterable[str]] = tuple,
         pages: Mapping[str, Callable[[], HttpAnswer]] | None = None,
         actions: Mapping[str, Callable[[], Readiness]] | None = None,
+        named_actions: Mapping[str, Callable[[str], Readiness]] | None = None,
     ) -> None:
         """Bind the port; 0 takes a free one.
 
         `status` returns a JSON document; `refresh` is called before the metrics are read; `warnings` are shown by
         ``/healthz``, one on each line after the first. `pages` maps further paths to functions that make them.
-        `actions` maps paths to functions that a POST calls; the result says whether the action was carried out.
+        `actions` maps paths to functions that a POST calls; the result says whether the action was carried out. One of
+        `named_actions` gets the name that follows its path and a slash.
         """
         gets = {
             "/metrics": lambda: _metrics(registry, refresh),
@@ -109,7 +111,7 @@ class HttpPort:
         self._workers = _Workers()
         self._sockets: dict[int, Any] = {}
         """Every socket of this port by its descriptor; used by the thread `http` alone while it runs."""
-        self._server = _Server(_Application(gets, posts), listener, self._workers, self._sockets)
+        self._server = _Server(_Application(gets, posts, named_actions or {}), listener, self._workers, self._sockets)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
 
@@ -157,12 +159,16 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 
 class _Application:
-    """WSGI application: GET for the paths in `gets`, POST for those in `posts`."""
+    """WSGI application: GET for the paths in `gets`, POST for those in `posts`, and below those in `named`."""
 
     def __init__(
-        self, gets: Mapping[str, Callable[[], HttpAnswer]], posts: Mapping[str, Callable[[], HttpAnswer]]
+        self,
+        gets: Mapping[str, Callable[[], HttpAnswer]],
+        posts: Mapping[str, Callable[[], HttpAnswer]],
+        named: Mapping[str, Callable[[str], Readiness]],
     ) -> None:
         self._routes = {"GET": gets, "POST": posts}
+        self._named = named
 
     def __call__(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         answer = self._answer(request["REQUEST_METHOD"], request["PATH_INFO"])
@@ -173,6 +179,9 @@ class _Application:
 
     def _answer(self, method: str, path: str) -> HttpAnswer:
         routes = self._routes.get(method)
+        folder, _, name = path.rpartition("/")
+        if method == "POST" and name and (action := self._named.get(folder)):
+            routes = {path: partial(_action_answer, partial(action, name))}
         if not routes:
             return _text(HTTPStatus.NOT_IMPLEMENTED, f"no page takes {method}")
         route = routes.get(path)

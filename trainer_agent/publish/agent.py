@@ -37,6 +37,7 @@ from weightbus.control.protocol import (
     CoordinatorUnreachable,
     Hello,
     Incarnation,
+    Malformed,
     RequestId,
     RequestRefused,
     Role,
@@ -464,7 +465,7 @@ class RankZero:
                 try:
                     counted = count_engines(self._context.channel_status())
                     found = EnginesAwaited(counted.usable, counted.missing)
-                except (RequestRefused, CoordinatorUnreachable) as error:
+                except (RequestRefused, CoordinatorUnreachable, Malformed) as error:
                     found = EnginesAwaited((), {}, str(error))
                 now = time.monotonic()
                 if len(found.there) >= n or now >= until:

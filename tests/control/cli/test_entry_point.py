@@ -179,6 +179,7 @@ _NEEDED = {
     "trainer-agent": ["--insecure-loopback", "--channel=policy", "--watch=/checkpoints"],
     "rollback": ["--insecure-loopback", "--channel=policy", "7"],
     "forget-channel": ["policy"],
+    "forget-engine": ["e0"],
     "trust": ["list"],
     "simulate-fleet": ["--model=/models/m"],
 }

@@ -15,6 +15,7 @@ from weightbus.control.machine.effects import (
     Refusal,
     Tick,
 )
+from weightbus.control.machine.engine_registry import LEFT_S
 from weightbus.control.machine.membership import LINEAGE, Membership
 from weightbus.control.machine.states import RoundState
 from weightbus.control.protocol.messages import (
@@ -590,3 +591,34 @@ def test_observer_reads_status() -> None:
     assert isinstance(sent.message, Status)
     document = msgspec.json.decode(sent.blob)
     assert document["channels"]["policy"]["ready"] == ["http://e0:30000"]
+
+
+@pytest.mark.parametrize(("leaves", "kept_s"), [(True, LEFT_S), (False, 3600.0)])
+def test_an_engine_that_left_on_purpose_leaves_the_status_soon(leaves: bool, kept_s: float) -> None:
+    """`LEFT_S` after its `Bye`, by itself and without another event; a silent one is kept for `forget_s` (N63)."""
+    world = World()
+    engine = world.engine("e0")
+    if leaves:
+        engine.say(Bye(reason="closed"))
+        world.settle()
+    engine.die()
+    world.advance_until(lambda: not world.machine.channels[CHANNEL].engines["e0"].alive)
+    lost_at = world.now
+    world.advance_until(lambda: "e0" not in world.machine.channels[CHANNEL].engines, kept_s + 60.0)
+    assert kept_s <= world.now - lost_at <= kept_s + 5.0
+
+
+def test_a_lost_engine_is_forgotten_on_request_and_one_that_is_here_is_not() -> None:
+    """The answer says why not; an engine that joins again is listed again (N63)."""
+    world = World()
+    engine = world.engine("e0")
+    assert "stop its engine agent first" in world.machine.forget_engine(engine.name)
+    assert "no engine 'e7' is known" in world.machine.forget_engine(AgentId("e7"))
+    engine.say(Bye(reason="closed"))
+    world.settle()
+    assert not world.machine.forget_engine(engine.name)
+    assert not world.machine.status(world.now).channels[CHANNEL].engines
+    world.machine.check()
+    engine.live()
+    world.settle()
+    assert world.machine.status(world.now).channels[CHANNEL].engines["e0"].ready

@@ -1397,7 +1397,7 @@ def trouble(engine: Engine, reason: str, *, starting: bool = False, lasted_s: fl
 
 
 def test_an_engine_whose_server_takes_no_version_is_not_asked_where_others_are_enough() -> None:
-    """It is left out with its trouble as the reason; alone it is asked, since its server may be well by now (N55)."""
+    """It is left out with its trouble as the reason; alone it is asked, since its server may be well by now (N61)."""
     world, well, slow, trainer = fleet()
     trouble(slow, "has answered nothing", starting=True, lasted_s=40.0)
     world.settle()
@@ -1412,7 +1412,7 @@ def test_an_engine_whose_server_takes_no_version_is_not_asked_where_others_are_e
 
 
 def test_trouble_is_shown_with_its_duration_and_keeps_an_engine_off_the_list() -> None:
-    """What the agent said, for how long by the coordinator's clock, and gone once the agent says so (N55)."""
+    """What the agent said, for how long by the coordinator's clock, and gone once the agent says so (N61)."""
     world, _, slow, _trainer = fleet()
     assert len(world.ready) == 2
     trouble(slow, "no connection to http://e1: refused; launch it", starting=True, lasted_s=40.0)
