@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -131,7 +132,8 @@ class TrustCommand(SettingsCommand[TrustSettings]):
             case TrustAction.LIST:
                 _show(read_allow_list(path).agents)
                 if (own := folder / f"{COORDINATOR_KEYS}.pub").exists():
-                    print(f"the coordinator's own key has the fingerprint {fingerprint(read_public_key(own))}")  # noqa: T201
+                    told = f"the coordinator's own key has the fingerprint {fingerprint(read_public_key(own))}"
+                    print(told, file=sys.stderr)  # noqa: T201  # not a row
             case TrustAction.ADD:
                 entries = {name: _entry(given, name) for name in self._named()}
                 with edit_allow_list(path) as agents:
