@@ -373,7 +373,7 @@ MUTATIONS: Final = (
         "prepares-whom-nobody-can-send-to",
         "left-alone",
         PARTICIPANTS,
-        "phase = _PREPARING if transport else _LEFT",
+        "phase = _PREPARING if transport and name not in fleet.troubled else _LEFT",
         "phase = _PREPARING",
     ),
     _m(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control import protocol as m
+from weightbus.control.machine.status import parse
 from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, NotTrusted, RequestRefused
 from weightbus.control.protocol.messages import AgentId, Digest, Epoch, Incarnation, RequestId, Version
 from weightbus.control.security.trust import sign_digest_table, sign_endpoint, sign_publication
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from .world import World
 
 REQUEST_S = 5.0
-LIMITS = publication.PublishLimits(acquire_s=40.0, round_s=120.0, abandon_s=15.0, attempts=3, retry_s=0.5)
+LIMITS = publication.PublishLimits(
+    acquire_s=40.0, round_s=120.0, abandon_s=15.0, attempts=3, retry_s=0.5, engines_s=20.0
+)
 
 
 class TrainerProcess(Process):
@@ -113,7 +116,8 @@ class TrainerProcess(Process):
     # -- one publication: drive.Drive.run
 
     def _publish(self, client: Client, version: int) -> Thread:
-        machine = self._machine = publication.Publication(version, LIMITS)
+        limits = msgspec.structs.replace(LIMITS, min_engines=self._world.scenario.min_engines)
+        machine = self._machine = publication.Publication(version, limits)
         self._undigested = False
         self._keys: dict[int, RequestId] = {}
         self._delivery: _Delivery | None = None
@@ -189,6 +193,8 @@ class TrainerProcess(Process):
                 return (yield from self._await_digests())
             case ev.ReportDelivery():
                 return (yield from self._asking(self._report(client, version, effect)))
+            case ev.CountEngines():
+                return (yield from self._asking(self._count_engines(client)))
             case ev.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
@@ -210,6 +216,10 @@ class TrainerProcess(Process):
             return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
         except CoordinatorUnreachable as silence:
             return ev.RequestTimedOut(str(silence))
+
+    def _count_engines(self, client: Client) -> Thread:
+        _, document = yield from client.asking(m.GetStatus(request=client.new_request()), deadline_s=REQUEST_S)
+        return publication.count_engines(parse(document or b"").channels.get(self._world.channel))
 
     def _acquire(self, client: Client, version: int) -> Thread:
         message = m.Acquire(

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         PublicationResult as PublicationResult,
         PublishLimits as PublishLimits,
         PublishReport as PublishReport,
+        count_engines as count_engines,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

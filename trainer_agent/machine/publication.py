@@ -28,6 +28,7 @@ from typing import Final, NamedTuple, Self, assert_never
 
 import msgspec
 
+from weightbus.control.machine import ChannelView
 from weightbus.control.protocol import (
     EngineReport,
     HeldVersion,
@@ -495,6 +496,14 @@ class Publication:
         self._move(PublicationState.DONE)
         self.result = result
         return ()
+
+
+def count_engines(channel: ChannelView | None) -> ev.EnginesCounted:
+    """The engines of `channel` that could take a version now, and the others with their reasons."""
+    engines = channel.engines if channel else {}
+    missing = {name: each.reason or each.state for name, each in engines.items() if not each.usable}
+    starting = any(each.starting and not each.usable for each in engines.values())
+    return ev.EnginesCounted(tuple(name for name, each in engines.items() if each.usable), missing, starting)
 
 
 PHASES: Final = (

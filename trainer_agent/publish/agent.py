@@ -68,6 +68,7 @@ from ..machine import (
     PublishReport,
     ReplicasCompared,
     TooFarAhead,
+    count_engines,
     failure_of,
 )
 from ..quantized import KnowsServed, as_served
@@ -85,7 +86,6 @@ from .driver import (
     PublicationDriver,
     PublicationSigner,
     PublisherContext,
-    count_engines,
     log_publication_end,
     settle_device,
 )

@@ -61,6 +61,7 @@ from ..machine import (
     PublicationResult,
     PublishReport,
     ReplicasCompared,
+    count_engines,
     events as ev,
     publication,
 )
@@ -740,14 +741,6 @@ class PublicationDriver:
         if self._context.progress is not None:
             buckets = len(self._staging.manifest.buckets)
             self._context.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))
-
-
-def count_engines(channel: ChannelView | None) -> ev.EnginesCounted:
-    """The engines of `channel` that could take a version now, and the others with their reasons."""
-    engines = channel.engines if channel else {}
-    missing = {name: each.reason or each.state for name, each in engines.items() if not each.usable}
-    starting = any(each.starting and not each.usable for each in engines.values())
-    return ev.EnginesCounted(tuple(name for name, each in engines.items() if each.usable), missing, starting)
 
 
 def _bounded(failed: Mapping[str, str]) -> dict[str, str]:
