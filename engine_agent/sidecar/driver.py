@@ -180,7 +180,7 @@ class Trouble(msgspec.Struct, frozen=True):
 class EngineAgent:
     """One sidecar. `run` blocks until `stop`; the server is left as it is, and its record on disk."""
 
-    def __init__(self, settings: EngineAgentSettings) -> None:
+    def __init__(self, settings: EngineAgentSettings) -> None:  # noqa: PLR0915  one statement for each part
         self.settings = settings
         self.metrics = Metrics(MetricSource.ENGINE)
         self._incarnation = Incarnation(os.urandom(8).hex())
