@@ -146,6 +146,8 @@ class Deployment:
         self.state = "unknown"
         """Of the round, as last seen."""
         self.committed = 0
+        self.others = 0
+        """Engines in the channel of the second sidecar."""
         self.listed_twice: set[str] = set()
         """Servers that were on the ready lists of two channels."""
         self._twinned = ""
@@ -188,8 +190,8 @@ class Deployment:
         argv = [str(HERE / "trainer.py"), str(self.folder), f"tcp://127.0.0.1:{self._bus}", channel]
         return Program(name, [*argv, str(rank), str(ranks), transport], self.folder)
 
-    def start(self) -> None:
-        """All of them."""
+    def start(self, ahead: int = 0) -> None:
+        """All of them; the servers once `ahead` versions are committed, which is fast without them."""
         if self._disk:
             image = self.folder / "journal.img"
             _run("truncate", "-s", f"{JOURNAL_MIB}M", str(image))
@@ -205,12 +207,14 @@ class Deployment:
             self._relay(name, f"127.0.0.1:{line}", self._bus)
             if f"spare-{name}" in self.programs:
                 self._relay(f"front-{name}", self.urls[name].removeprefix("http://"), self._ports[name])
-        for name, program in self.programs.items():
-            if name.startswith(("coordinator", "server", "sidecar")):
-                program.start()
+        self.programs["coordinator"].start()
         self._start_trainer()
         for thread in self._threads:
             thread.start()
+        poll(f"{ahead} versions", lambda: len(self.acks()) >= ahead, 60.0 + ahead)
+        for name, program in self.programs.items():
+            if name.startswith(("server", "sidecar")):
+                program.start()
 
     def _relay(self, name: str, listen: str, port: int) -> None:
         self.relays[name] = RelayProcess(listen, self.folder / f"relay-{name}")
@@ -305,6 +309,7 @@ class Deployment:
                 self.state = channel["round"]["state"]
                 self.committed = (channel["committed"] or {}).get("version", 0)
                 self.ready = tuple(channel["ready"])
+            self.others = len(channels.get(OTHER, {}).get("engines", ()))
             if self._twinned in self.ready and channels.get(OTHER, {}).get("ready"):
                 self.listed_twice.add(self._twinned)
 
@@ -438,9 +443,14 @@ class Deployment:
 
         return end
 
+    @property
+    def twin_refused(self) -> bool:
+        """Whether the coordinator refused the second sidecar, as that says."""
+        return b"server_taken" in self.programs["twin"].log.read_bytes()
+
     def twin_was_answered(self) -> bool:
-        """Whether the second sidecar was refused, or was listed after all."""
-        return b"server_taken" in self.programs["twin"].log.read_bytes() or bool(self.listed_twice)
+        """Whether the second sidecar was refused, or became an engine of its channel."""
+        return self.twin_refused or self.others > 0
 
 
 def poll(what: str, done: Callable[[], bool], limit_s: float) -> None:
