@@ -240,6 +240,8 @@ class Deployment:
             process.close()
         self._gate.close()
         self._http.close()
+        if self._disk and self.journal.is_mount():
+            subprocess.run(["umount", "--lazy", str(self.journal)], check=False)
 
     def end_trainer(self) -> None:
         """Look after nothing any more, and end every rank."""
