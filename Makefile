@@ -160,7 +160,7 @@ bench-meeting: env ## What rank 0 of a broadcast pays for looking at 8, 64 and 5
 bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)
 	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
 
-chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
+chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also fills and freezes disks)
 	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE)) $(CHAOS_ARGS)
 
 # make deaths DEATHS="--transport sends --signals killed --out /tmp/deaths.json"

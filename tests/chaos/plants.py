@@ -1,7 +1,7 @@
 """Bugs that are planted into the campaign's processes on purpose, so that its judge can be seen to find them.
 
-`PLANT=loss` in the environment has the journal forget what it called durable; `PLANT=mix` has a sidecar leave out a
-bucket of a version and call it verified.
+`PLANT=loss` in the environment has the journal forget what it calls durable, but for the first commit; `PLANT=mix` has
+sidecars leave out a bucket of a version and call it verified.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 from typing import Any
 
 VARIABLE = "PLANT"
-KEPT = 5
-"""Commits that are written before the journal begins to forget, and buckets before one is left out."""
+EACH = 5
+"""Of so many buckets the last is left out. A version has more."""
 
 
 def plant(program: str) -> None:
@@ -31,7 +31,7 @@ def _lose() -> None:
     def forgetful(self: SqliteJournal, record: Any) -> None:
         kind = record.__struct_config__.tag
         seen[0] += kind == "Committed"
-        if kind not in {"Committed", "RoundClosed"} or seen[0] <= KEPT:
+        if kind not in {"Committed", "RoundClosed"} or seen[0] <= 1:
             write(self, record)
 
     SqliteJournal.write = forgetful  # type: ignore[method-assign]
@@ -45,7 +45,7 @@ def _mix() -> None:
 
     def careless(self: SGLangServer, bucket: Any, deadline_s: float) -> None:
         seen[0] += 1
-        if seen[0] % KEPT:
+        if seen[0] % EACH:
             load(self, bucket, deadline_s)
 
     SGLangServer.load_shared = careless  # type: ignore[method-assign]

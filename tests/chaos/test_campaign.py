@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import failpoints
 import ledger
 import model
+import plants
 from campaign import AT_DISK, AT_PARTITION, AT_RECORD, FAULTS, executed, plan, strikes
 from deployment import poll
 from hammer import Hammer
@@ -50,6 +51,20 @@ def test_a_slice_of_the_campaign() -> None:
     *_, executed, _, last = ended.stdout.splitlines()
     assert re.fullmatch(r"cycles=[1-4] lost_acks=0 mixed_tokens=0 worst_fault_to_safe_s=[\d.]+", last)
     assert re.fullmatch(r"failpoints=[1-4]/\d+ faults=[1-4]", executed)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("planted", "said"), [("loss", r"lost_acks=[1-9]"), ("mix", r"lost_acks=0 mixed_tokens=[1-9]")]
+)
+def test_a_planted_bug_is_found(planted: str, said: str) -> None:
+    """A journal that forgets what it called durable, and a sidecar that calls half of a version verified."""
+    argv = [sys.executable, str(HERE / "campaign.py"), "--cycles=1", "--faults=part"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), plants.VARIABLE: planted}
+    ended = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=850, check=False)
+    assert ended.returncode == 1, ended.stdout[-6000:] + ended.stderr[-2000:]
+    assert re.match(rf"cycles=1 {said}", ended.stdout.splitlines()[-1])
 
 
 def test_every_failpoint_is_in_the_code() -> None:
