@@ -246,7 +246,7 @@ def readiness(engine: EngineRecord, phase: EnginePhase | None, window: AllowedVe
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
         why_not = window.why_not(engine.held)
-        reason = f"{engine.reason}; {why_not}" if engine.reason and not engine.serving else why_not
+        reason = f"{engine.reason}; {why_not}" if engine.reason else why_not
         return Decision(RefusalCode.NOT_ALLOWED, reason)
     if not engine.serving or engine.version_in_doubt:
         reason = _IN_DOUBT if engine.version_in_doubt else engine.reason or "has not said yet that it serves"

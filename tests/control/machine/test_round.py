@@ -1425,3 +1425,15 @@ def test_trouble_is_shown_with_its_duration_and_keeps_an_engine_off_the_list() -
     trouble(slow, "")
     world.settle()
     assert len(world.ready) == 2
+
+
+def test_an_engine_that_refuses_a_version_says_why_while_it_serves_the_one_before() -> None:
+    """Its reason stands in the status until it takes a version (N61)."""
+    world, _, odd, trainer = fleet()
+    odd.fail(Prepare, Step.PREPARE, reason="'lm_head.weight' has shape (1, 2)")
+    assert outcomes(world, trainer, 1)["e1"] is Outcome.ABORTED
+    shown = world.machine.status(world.now).channels[CHANNEL].engines["e1"]
+    assert (shown.state, shown.ready) == ("serving", False)
+    assert "'lm_head.weight' has shape (1, 2)" in shown.reason
+    assert outcomes(world, trainer, 2)["e1"] is Outcome.COMMITTED
+    assert not world.machine.status(world.now).channels[CHANNEL].engines["e1"].reason
