@@ -69,6 +69,7 @@ from weightbus.engine_agent.machine.events import (
     ServerFound,
     ServerGone,
     ServerTaken,
+    ServerWatched,
     StateRecord,
     TimePassed,
     Validate,
@@ -76,6 +77,7 @@ from weightbus.engine_agent.machine.events import (
     Verify,
     Welcomed,
 )
+from weightbus.engine_agent.machine.weight_state import GENERATES
 from weightbus.engine_agent.state_file import EffectDispatcher
 
 from .client import Client
@@ -92,6 +94,14 @@ POLL_S = 1.0
 CALL_S = 10.0
 PATIENCE = 3
 ORPHANED_S = 20.0
+
+
+class OtherLaunch(CallFailed):
+    """Another process generation than was meant answers. Nothing was asked of it."""
+
+
+class PauseEnded(CallFailed):
+    """The server generates, and was paused."""
 
 
 class EngineProcess(Process):
@@ -122,6 +132,17 @@ class EngineProcess(Process):
         """Every second one compares what it holds while it takes it, where it can."""
         self.machine: EngineMachine | None = None
         self.client: Client | None = None
+
+    @property
+    def watches(self) -> bool:
+        """It has seen this launch of its server, and would see a change of it. What happened before shows nowhere."""
+        machine = self.machine
+        return machine is not None and machine.up and self._up and self._launch == self.server.launch
+
+    @property
+    def knows_weights(self) -> bool:
+        """Another party's weights would show without another label."""
+        return self.live and self._sampled == ((self.server.launch, self._loads), self.server.tags)
 
     @property
     def cancelled(self) -> bool:
@@ -157,6 +178,8 @@ class EngineProcess(Process):
         self._believed: Prepare | None = None
         self.touched = False
         self._up, self._misses, self._last_label, self._launch = False, 0, "", 0
+        self._loads = 0
+        self._sampled: tuple[tuple[int, int], tuple[str, ...]] = (0, 0), ()
         self.client = None
         self.thread(self._watch())
         self.thread(self._work())
@@ -327,11 +350,30 @@ class EngineProcess(Process):
                     self._up = False
                     self._post(ServerGone("no answer"))
             else:
-                if not self._up or server.launch != self._launch or server.label != self._last_label:
-                    self._up, self._launch, self._last_label = True, server.launch, server.label
+                if not self._up or server.launch != self._launch:
+                    if server.launch != self._launch:
+                        self._last_label = server.label
+                    self._up, self._launch = True, server.launch
                     self._post(ServerFound(self._identity(), server.label))
+                else:
+                    self._look_for_strangers()
                 self._misses = 0
             yield 0.2 if self._up and self._misses else POLL_S
+
+    def _look_for_strangers(self) -> None:
+        """`ServerWatch` and `WeightSampler`: the label, whether it generates, and the weights where it tells them."""
+        view, server, changed = self._view, self.server, ""
+        if view.doing:
+            return
+        if server.label != self._last_label:
+            changed = f"labeled {server.label!r} by another party"
+        elif self.live and view.weights in GENERATES and not view.paused and not server.paused:
+            of, known = self._sampled
+            if of != (server.launch, self._loads):
+                self._sampled = (server.launch, self._loads), server.tags
+            elif known != server.tags:
+                changed = f"another party changed its weights: {server.tags}"
+        self._post(ServerWatched(view.operations, not server.paused, changed))
 
     def _identity(self) -> str:
         return f"{self.server.name}-launch-{self.server.launch}"
@@ -353,7 +395,8 @@ class EngineProcess(Process):
         try:
             result: Result = yield from self._do(operation)
         except (CallFailed, TransferBroken, WeightbusError) as error:
-            result = OperationFailed(str(error) or type(error).__name__, self.touched)
+            doubted = isinstance(error, PauseEnded | OtherLaunch)
+            result = OperationFailed(str(error) or type(error).__name__, self.touched, doubted)
         return result
 
     def _do(self, operation: Operation) -> Thread:  # noqa: C901  # one case per operation
@@ -383,11 +426,14 @@ class EngineProcess(Process):
             case Label(version, deadline_s):
                 yield self._world.data_rng.choice((0.0, 0.02, 0.5))  # its server may still have to return
                 yield from self._label(str(version), deadline_s)
+                if not self.server.paused:
+                    raise PauseEnded("another party let the server generate")
             case ReleaseServer():
                 yield from self._release(operation)
         return OperationDone()
 
     def _receive(self, command: Transfer) -> Thread:
+        self._loads += 1
         deadline = self.clock() + command.deadline_s
         if self._world.trust is not None:
             self._object(verify_endpoint(command, self._signer, self._world.trust))
@@ -462,8 +508,8 @@ class EngineProcess(Process):
     def call(self, what: Callable[[], None], deadline_s: float, *, touches: bool = False) -> Thread:
         """One HTTP call. Raises `CallFailed`; one that was not answered in time may still be carried out."""
         self.passes("call", "before")
-        if self._meant != self._identity() and what != self.server.pause:
-            raise CallFailed("the server was launched anew since this operation began")
+        if self._meant != self._identity():
+            raise OtherLaunch("the server was launched anew since this operation began")
         self.touched = self.touched or touches
         bell = Bell()
         answers: list[CallFailed | None] = []

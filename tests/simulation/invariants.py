@@ -50,7 +50,7 @@ from weightbus.control.protocol.messages import (
 from weightbus.trainer_agent.machine.events import EndReason
 from weightbus.trainer_agent.machine.publication import PublicationResult
 
-from .server_model import LAUNCH
+from .server_model import FOREIGN, LAUNCH
 
 if TYPE_CHECKING:
     from .server_model import ServerModel
@@ -195,7 +195,7 @@ class Judge:
 
     def server_changed(self, server: ServerModel) -> None:
         """Whatever a token made now would be made of."""
-        if not server.generates:
+        if not server.generates or server.foreign:
             return
         tags = server.tags
         if len(tags) != 1:
@@ -433,7 +433,8 @@ class Judge:
             silent = self._spoke_at.get(engine, 0.0) < self._joined_at.get(engine, 0.0)
             if silent and self._world.engines[engine].apart_from:
                 self.broken("left-alone", f"{engine} is listed as ready, and has not said that it serves")
-            if server.up and not server.frozen and server.paused and LAUNCH not in server.tags:
+            strange = server.foreign or FOREIGN in server.tags
+            if server.up and not server.frozen and server.paused and LAUNCH not in server.tags and not strange:
                 self.broken("ready-is-ready", f"{engine} is listed as ready while its server is paused")
         else:
             self._ready.pop(engine, None)
@@ -465,6 +466,8 @@ class Judge:
             if not running or self._world.network.unheard(name):
                 return "its agent says nothing"
             return "" if server.generates or server.frozen else "does not generate"
+        if server.foreign or FOREIGN in tags:
+            return "another party changed it"
         return "was launched anew" if tags == (LAUNCH,) or not server.up else "wrong"
 
     def ready(self) -> Iterable[str]:

@@ -449,6 +449,20 @@ MUTATIONS: Final = (
         "        if message.epoch <= self.epoch:",
     ),
     _m(
+        "holds-a-version-that-another-party-replaced",
+        "nothing-raises",
+        LEDGER,
+        "    WeightsForeign: {_U: (_U,), _C: (_U,), _P: (_U,), _D: (_D,), _L: (_D,), _S: (_U,), _O: (_D,)},",
+        "    WeightsForeign: {_U: (_U,), _C: (_U,), _P: (_U,), _D: (_D,), _L: (_D,), _S: (_S,), _O: (_D,)},",
+    ),
+    _m(
+        "keeps-weights-of-another-party",
+        "served-uncommitted",
+        APPLICATION,
+        "        if event.changed and self.weights.state not in {WeightState.UNKNOWN, WeightState.DIRTY}:",
+        "        if event.changed and self.weights.state is WeightState.PAUSED:",
+    ),
+    _m(
         "serves-partial-weights",
         "nothing-raises",
         APPLICATION,

@@ -158,7 +158,9 @@ def _draw(seed: int, *, setbacks: bool) -> Scenario:
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
     drawn = _with_revocations(drawn)
-    return _with_strangers(_with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks))))
+    return _with_other_parties(
+        _with_strangers(_with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks))))
+    )
 
 
 def _with_strangers(drawn: Scenario) -> Scenario:
@@ -256,6 +258,24 @@ def _with_revocations(drawn: Scenario) -> Scenario:
         earlier = [each for each in drawn.faults if each.at < at]
     found = sorted((*earlier, *faults), key=lambda each: each.at)
     return msgspec.structs.replace(drawn, faults=tuple(found), calm_from=max(drawn.calm_from, at + lasts))
+
+
+def _with_other_parties(drawn: Scenario) -> Scenario:
+    """Another party at the servers: it loads weights while they serve, and resumes them while they are paused.
+
+    By its own dice.
+    """
+    rng = random.Random(f"weightbus-other-parties-{drawn.seed}")
+    if rng.random() >= 0.15:
+        return drawn
+    faults = list(drawn.faults)
+    for _ in range(rng.randrange(1, 5)):
+        at, engine = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(drawn.engines).name
+        kind = rng.choice(("foreign-load", "foreign-resume"))
+        moment = rng.choice(("transferring", "verifying", "")) if kind == "foreign-resume" else ""
+        lasts = 0.0 if moment else min(30.0, drawn.calm_from - at)
+        faults.append(Fault(at=at, kind=kind, target=engine, lasts=lasts, moment=moment))
+    return msgspec.structs.replace(drawn, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def _with_orphans(drawn: Scenario) -> Scenario:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .world import World
 
 LAUNCH = "default/launch"
+FOREIGN = "foreign/x"
+"""What another party loads."""
 
 
 class CallFailed(Exception):
@@ -34,6 +36,8 @@ class ServerModel:
         self.cached: set[str] = set()
         self._queue: list[Callable[[], None]] = []
         self._dies_at: int | None = None
+        self.foreign = False
+        """Another party has changed it, and its agent had no time yet to do anything about it."""
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -54,7 +58,7 @@ class ServerModel:
         self.launch += 1
         self.up, self.frozen, self.paused, self.label = True, False, False, "default"
         self.buckets, self._tags = [LAUNCH] * len(self.buckets), None
-        self.epoch_loaded, self.cached = 0, set()
+        self.epoch_loaded, self.cached, self.foreign = 0, set(), False
         self._queue.clear()
         self._dies_at = None
         self._world.loop.note(self.name, f"server is up (launch {self.launch})")
@@ -91,6 +95,23 @@ class ServerModel:
             self._changed()
             for call in queue:
                 call()
+
+    # -- another party, by the same calls
+
+    def load_foreign(self, *, label: str) -> None:
+        """Replace all weights while it generates."""
+        if self.generates:
+            self._world.loop.note(self.name, "** another party loads weights of its own")
+            self.foreign, self.label = True, label
+            self.buckets, self._tags = [FOREIGN] * len(self.buckets), None
+            self._changed()
+
+    def resume_foreign(self) -> None:
+        """Let it generate, whatever its weights are."""
+        if self.up and self.paused and not self.frozen:
+            self._world.loop.note(self.name, "** another party resumes the server")
+            self.foreign = True
+            self.resume()
 
     # -- calls
 

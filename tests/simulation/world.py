@@ -60,6 +60,8 @@ HEARD_S = 8.0
 """An engine that got a message within so long hears its coordinator: two answered heartbeats."""
 ORPHAN_SETTLED_S = 30.0
 """Time for an engine that serves an uncommitted version to be told otherwise, over a network that loses messages."""
+FOREIGN_S = 6.0
+"""Time for an agent that has nothing else to do to find out what another party did, and to pause the server."""
 UNSAID_S = 8.0
 """How long a trainer may have nothing to say to a round that waits for its report: its report may be on the way."""
 INBOX = 256
@@ -141,6 +143,8 @@ class World:
         self.rounds: list[RoundDone] = []
         """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
+        self._foreign_since: dict[str, float] = {}
+        """Engine -> since when its agent could have done something about what another party did."""
         self._orphan_since: dict[tuple[str, int], float] = {}
         """Engine and life of its agent -> since when it is against the promises of an orphan."""
         self._unsaid_since: float | None = None
@@ -382,6 +386,7 @@ class World:
         self.loop.after(LOOK_S, self._look)
         self._look_at_leases()
         self._look_at_orphans()
+        self._look_at_strangers()
         self._look_at_reports()
         self._looks += 1
         if self._looks % MEMORY_LOOKS == 0:
@@ -460,6 +465,18 @@ class World:
                 self.judge.broken("orphans", f"{name} holds a verified version, and is paused for {now - since:.0f} s")
             if settled and now - since > ORPHAN_SETTLED_S:
                 self.judge.broken("served-uncommitted", f"{name} generates from {server.tags}, and is told otherwise")
+
+    def _look_at_strangers(self) -> None:
+        """What another party did is held against an agent that ran for so long without anything else to do."""
+        for name, engine in self.engines.items():
+            server, machine = self.servers[name], engine.machine
+            runs = machine is not None and not engine.frozen and server.up and not server.frozen and machine.up
+            free = runs and machine is not None and machine.pause_lease.given and not machine.view().doing
+            if not server.foreign or not free:
+                self._foreign_since.pop(name, None)
+            elif self.loop.now - self._foreign_since.setdefault(name, self.loop.now) > FOREIGN_S:
+                server.foreign = False
+                self.judge.server_changed(server)
 
     def _hears(self, engine: EngineProcess) -> bool:
         if engine.name in self.network.revoked:  # it is refused, which is no news of what is paused or committed
@@ -571,6 +588,12 @@ class World:
             case "server-dies-loading":
                 self.servers[target].die_half_loaded(fault.count)
                 self.loop.after(lasts + 5.0, lambda: self._revive(target))
+            case "foreign-load":
+                if self.engines[target].watches:
+                    label = self.servers[target].label if self.engines[target].knows_weights else "77"
+                    self.servers[target].load_foreign(label=label)
+            case "foreign-resume":
+                self._resume_foreign(target, self.loop.now + lasts)
             case "corrupt":
                 self._corrupt_next = fault.count
             case "wrong-table":
@@ -618,6 +641,15 @@ class World:
         """A supervisor: what dies is started again."""
         name = process.name
         process.on_death = lambda: self.loop.after(self._restart_s.get(name, RESTART_S), process.start)
+
+    def _resume_foreign(self, name: str, until: float) -> None:
+        """Now if that hits a transfer; else as soon as the server is held for long, its agent having nothing to do."""
+        machine = self.engines[name].machine
+        held = machine is not None and machine.up and not machine.view().doing and machine.health is EngineHealth.DIRTY
+        if held or until <= self.loop.now:
+            self.servers[name].resume_foreign()
+        else:
+            self.loop.after(0.5, lambda: self._resume_foreign(name, until))
 
     def _kill_server(self, name: str, lasts: float) -> None:
         self.servers[name].die()
