@@ -469,7 +469,7 @@ class World:
     def _look_at_strangers(self) -> None:
         """What another party did is held against an agent that ran for so long without anything else to do."""
         for name, engine in self.engines.items():
-            server, machine = self.servers[name], engine.machine
+            server, machine = engine.server, engine.machine
             runs = machine is not None and not engine.frozen and server.up and not server.frozen and machine.up
             free = runs and machine is not None and machine.pause_lease.given and not machine.view().doing
             if not server.foreign or not free:
