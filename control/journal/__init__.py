@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     from .etcd_journal import EtcdJournal as EtcdJournal
     from .interface import Journal as Journal
     from .sqlite_journal import SqliteJournal as SqliteJournal
+    from .writer_thread import InlineWriter as InlineWriter, WriterThread as WriterThread
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -153,6 +153,14 @@ class EtcdJournal:
         except EtcdUnavailable as error:
             raise JournalUnwritable(self._where, error.problem, _RETRY) from error
 
+    def check(self) -> None:
+        """There are no files; the term tells what `confirm` needs to know."""
+
+    def disown(self, record: AnyRecord) -> None:
+        """Treat a commit as one whose answer was lost: no version is committed that is not newer."""
+        if isinstance(record, Committed):
+            self._committed_unawares.add(record.channel)
+
     def forget(self, channels: Collection[Channel]) -> None:
         """Forget all of `channels`, or raise as `write` does and forget none."""
         self._term.confirm()

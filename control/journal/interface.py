@@ -41,12 +41,23 @@ class Journal(Protocol):
     def confirm(self) -> None:
         """Raise `Deposed`, or `JournalError`, unless this coordinator may go on.
 
-        Called before messages that arrived are handled.
+        Called on the loop before messages that arrived are handled; never waits for a disk or a store.
         """
+        ...
+
+    def check(self) -> None:
+        """Raise `JournalError` if the files below the journal are not what they were. Waits for the disk."""
         ...
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable`, or `VersionNotNewer`, and leave everything as it was."""
+        ...
+
+    def disown(self, record: AnyRecord) -> None:
+        """`record` is durable, but was reported as not written, and the coordinator has gone on without it.
+
+        Called before anything else is written. Raises as `write` does.
+        """
         ...
 
     def restore(self) -> Mapping[Channel, Restored]:

@@ -1,4 +1,4 @@
-"""The journal in one SQLite file, written by the coordinator's thread alone. It survives restarts and power cuts.
+"""The journal in one SQLite file, written by one thread. It survives restarts and power cuts.
 
 WAL with synchronous=FULL: one fsync per record, and a record is durable when `write` returns. Heartbeats and other
 repeatable messages are not journaled. The file belongs on a local disk: SQLite's locks do not work on NFS.
@@ -298,6 +298,8 @@ class SqliteJournal:
         self._wall_clock = wall_clock
         self.boot = 0
         self.stride = by or stride()
+        self._undo: tuple[object, ...] | None = None
+        """What the last commit replaced, for `disown`."""
         self._raised: set[Channel] = set()
         """Channels with a raised epoch in the audit trail of this boot: one row is enough."""
         check_location(path)
@@ -313,7 +315,7 @@ class SqliteJournal:
         except BaseException:
             self._db.close()
             raise
-        self._mine = self._files()
+        self._mine, self._log_bytes = self._files(), _size(self._log)
         self._warn_of_new_journal(found)
 
     def _open(self) -> None:
@@ -378,10 +380,18 @@ class SqliteJournal:
             self._db.execute(statement)
 
     def confirm(self) -> None:
-        """Raise `JournalError` if the file was removed or replaced: its lock then protects nothing."""
+        """Nothing but its files can take the journal from this coordinator: see `check`."""
+
+    def check(self) -> None:
+        """Raise `JournalError` if a file was removed, replaced or cut: its lock, or its content, is lost."""
         if self._files() != self._mine:
             problem = "was removed or replaced while it was written to: what was written since is not to be found"
             raise JournalError(self._path, problem, _ADVICE_ON_REPLACED_JOURNAL)
+        size = _size(self._log)
+        if size < self._log_bytes:
+            problem = f"was cut while it was written to: {self._log} had {self._log_bytes} bytes, and has {size}"
+            raise JournalError(self._path, problem, _ADVICE_ON_REPLACED_JOURNAL)
+        self._log_bytes = size  # SQLite writes it from the front again, and never shortens it
 
     def _files(self) -> list[tuple[int, int] | None]:
         """Device and inode of the journal and of its log."""
@@ -397,6 +407,8 @@ class SqliteJournal:
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
+        self.check()
+        before = self._before(record.channel) if isinstance(record, Committed) else None
         with self._transaction():
             match record:
                 case EpochTaken() | EpochRaised():
@@ -422,7 +434,35 @@ class SqliteJournal:
                 self._audit(record)
         if isinstance(record, EpochRaised):
             self._raised.add(record.channel)
-        self.confirm()
+        self._undo = before
+        self.check()
+
+    def disown(self, record: AnyRecord) -> None:
+        """Take the commit back that was written last; other records do no harm."""
+        if not isinstance(record, Committed):
+            return
+        before, channel = self._undo, record.channel
+        assert before is not None, "a commit was written last"
+        with self._transaction():
+            self._db.execute(
+                "UPDATE channel SET committed_version = ?, committed_epoch = ?, manifest = ?, digest_table = ?"
+                " WHERE name = ?",
+                (*before, channel),
+            )
+            self._db.execute("DELETE FROM reply WHERE request = ?", (record.request,))
+            for table in ("past", "event"):
+                self._db.execute(
+                    f"DELETE FROM {table} WHERE id = (SELECT max(id) FROM {table} WHERE channel = ?)",  # noqa: S608
+                    (channel,),
+                )
+        self.check()
+
+    def _before(self, channel: Channel) -> tuple[object, ...]:
+        """The committed version of `channel`, as its row has it."""
+        row = self._db.execute(
+            "SELECT committed_version, committed_epoch, manifest, digest_table FROM channel WHERE name = ?", (channel,)
+        ).fetchone()
+        return cast("tuple[object, ...]", row or (None,) * 4)
 
     def forget(self, channels: Collection[Channel]) -> None:
         """Forget all of `channels`, or raise as `write` does and forget none."""
@@ -430,7 +470,7 @@ class SqliteJournal:
             for channel in channels:
                 self._forget(channel)
                 self._audit(ChannelForgotten(channel=channel))
-        self.confirm()
+        self.check()
 
     def _forget(self, channel: Channel) -> None:
         self._db.execute("DELETE FROM channel WHERE name = ?", (channel,))

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         StateEntered as StateEntered,
         StopRequested as StopRequested,
         Tick as Tick,
+        Token as Token,
         TransferRetried as TransferRetried,
         TrustLost as TrustLost,
         Unsent as Unsent,

@@ -37,6 +37,7 @@ from ..journal import (
     LeaderRecord,
     SqliteJournal,
     Term,
+    WriterThread,
     parse_url,
     read_login,
 )
@@ -46,7 +47,14 @@ from ..protocol import AgentId, Bye, Heartbeat, JournalUnwritable, RefusalCode, 
 from ..security import keys_folder
 from .event_loop import EventLoop
 from .http_server import HttpAnswer, HttpPort, Readiness, url_of
-from .metrics import ALLOW_LIST_IN_FORCE, JOURNAL_SECONDS, Metrics, MetricSource, ObservationReporter
+from .metrics import (
+    ALLOW_LIST_IN_FORCE,
+    JOURNAL_HUNG_SECONDS,
+    JOURNAL_SECONDS,
+    Metrics,
+    MetricSource,
+    ObservationReporter,
+)
 from .settings import CoordinatorSettings
 from .status_page import SECURITY_HEADERS, render_page
 
@@ -66,6 +74,7 @@ class CoordinatorProcess:
         """`journal`: None opens the SQLite journal of the settings. A given journal is closed by this process too."""
         keys = read_keys(settings)
         self._keys = keys
+        self._writer: WriterThread
         metrics = Metrics(MetricSource.COORDINATOR)
         reporter = ObservationReporter(metrics)
         showing = threading.Lock()
@@ -73,12 +82,14 @@ class CoordinatorProcess:
             bus = RouterBus(settings.bind, settings.router_port, keys)
             undo.callback(bus.close)
             journal = journal or SqliteJournal(settings.journal)
-            undo.callback(journal.close)
+            self._writer = writer = WriterThread(journal, bus.wake)
+            undo.callback(_close_journal, writer, journal)
 
             def show() -> None:
                 view = self.server.status
                 with showing:
                     reporter.show(view)
+                    metrics.set(JOURNAL_HUNG_SECONDS, writer.hung_s)
                     metrics.set(ALLOW_LIST_IN_FORCE, float(not self._trust_problem()))
                     reporter.count(bus.connections, bus.throttled)
 
@@ -90,6 +101,7 @@ class CoordinatorProcess:
                 written=partial(metrics.observe, JOURNAL_SECONDS),
                 keyed=keys is not None,
                 warnings=self.warnings,
+                writer=writer,
             )
             self._refused = bus.refused
             self.http = HttpPort(
@@ -145,7 +157,11 @@ class CoordinatorProcess:
 
     def warnings(self) -> tuple[str, ...]:
         """What is wrong around this process, for ``/healthz`` and the status."""
-        return tuple(filter(None, (self._trust_problem(),)))
+        return tuple(filter(None, (self._hang(), self._trust_problem())))
+
+    def _hang(self) -> str:
+        hung_s = self._writer.hung_s
+        return f"the journal's disk has not taken a record for {hung_s:.0f} s: nothing is granted" if hung_s else ""
 
     def _trust_problem(self) -> str:
         return "" if self._keys is None else self._keys.trust.problem or self._keys.trust.warning
@@ -166,11 +182,22 @@ class CoordinatorProcess:
             return Readiness(False, "stopping")
         if self._keys is not None and self._keys.trust.problem:
             return Readiness(False, f"no agent is trusted: {self._keys.trust.problem}")
+        if hang := self._hang():
+            return Readiness(False, hang)
         if machine.read_only:
             return Readiness(False, "the journal takes no writes: nothing is granted until it does")
         if stuck_s > STALLED_S:
             return Readiness(False, f"the loop has not moved for {stuck_s:.1f} s")
         return Readiness(True, f"boot {machine.boot}, {len(machine.membership)} agents")
+
+
+def _close_journal(writer: WriterThread, journal: Journal) -> None:
+    """End the writes and close the journal, unless its disk hangs: then the end of the process does."""
+    writer.close()
+    if writer.closed:
+        journal.close()
+    else:
+        get_log(__name__).warning("journal_not_closed", reason="its disk hangs")
 
 
 CALL_SHARE: Final = 0.4

@@ -30,7 +30,7 @@ from ..bus import (
     refusal_observation,
     reply_to_rejected,
 )
-from ..journal import Journal
+from ..journal import InlineWriter, Journal, WriterThread
 from ..machine import (
     Acknowledge,
     AnyEffect,
@@ -54,6 +54,7 @@ from ..machine import (
     StatusView,
     StopRequested,
     Tick,
+    Token,
     TrustLost,
     Unsent,
     earlier,
@@ -62,7 +63,6 @@ from ..machine import (
 from ..protocol import (
     AgentId,
     Alive,
-    JournalCorrupt,
     JournalUnwritable,
     ProtocolError,
     RefusalCode,
@@ -79,6 +79,10 @@ BATCH_RATE: Final = 64.0
 """Messages a second from which they are collected. A smaller fleet wakes the loop with each, for prompt grants."""
 SETTLE_S: Final = 1.0
 """Seconds after a round in which messages are not collected: its trainer may come with the next one."""
+WRITE_S: Final = 0.05
+"""Seconds for which the loop waits for the result of a write; it goes on with messages after that."""
+RESULT_S: Final = 0.1
+"""Seconds between two looks for the result after that, unless the result wakes the loop."""
 STOP_S: Final = 8.0
 """Seconds that a round may take to end after a stop was asked for: docker kills after ten seconds."""
 PROBE_S: Final = 0.5
@@ -103,16 +107,19 @@ class EventLoop:
         clock: Callable[[], float] = time.monotonic,
         keyed: bool = False,
         warnings: Callable[[], tuple[str, ...]] = tuple,
+        writer: InlineWriter | WriterThread | None = None,
     ) -> None:
         """`written` is told how long each write took; `keyed`: agents without a trusted key are refused.
 
-        `warnings` are shown in the status.
+        `warnings` are shown in the status. `writer` writes to `journal`; None writes on the loop's own thread.
         """
         self.machine = Coordinator(
             limits, journal.boot, Router(), journal.restore(), stride=journal.stride, keyed=keyed
         )
         self._bus = bus
-        self._journal = journal
+        self._writer = writer or InlineWriter(journal)
+        self._writing: Token | None = None
+        """The record whose result is awaited."""
         self._observe = observe
         self._written = written
         self._clock = clock
@@ -198,7 +205,8 @@ class EventLoop:
             self._rate = self._rate_at(now) + len(received)
             self._received_at = now
         self._send_due_acks(quiet=not received)
-        self._journal.confirm()
+        self._writer.confirm()
+        self._take_result(0.0)
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
             self._events.append(StopRequested())
@@ -208,7 +216,7 @@ class EventLoop:
                 self._take(item)
         elif messages:
             self._events.append(Burst(messages))
-        deadline = self.machine.next_deadline()
+        deadline = None if self._writing is not None else self.machine.next_deadline()
         if deadline is not None and self._clock() >= deadline:
             self._events.append(Tick())
         self._probe_silent_peers()
@@ -286,18 +294,25 @@ class EventLoop:
             self._events.extend(ConnectionLost(peer=peer) for peer in self._bus.send_to_all(silent, _PROBE))
 
     def _persist(self, effect: Persist) -> None:
-        begun = time.perf_counter()
-        try:
-            self._journal.write(effect.record)
-        except JournalCorrupt:
-            raise
-        except JournalUnwritable as error:
-            self._events.appendleft(PersistFailed(token=effect.token, reason=str(error)))
-        except VersionNotNewer as error:
-            self._events.appendleft(PersistFailed(token=effect.token, reason=error.problem, again=False))
-        else:
-            self._written(time.perf_counter() - begun)
-            self._events.appendleft(Persisted(token=effect.token))
+        self._writer.begin(effect.record)
+        self._writing = effect.token
+        self._take_result(WRITE_S)
+
+    def _take_result(self, wait_s: float) -> None:
+        """Report the result of the running write to the machine, if there is one within `wait_s`."""
+        if self._writing is None or (result := self._writer.result(wait_s)) is None:
+            return
+        token, self._writing = self._writing, None
+        match result.error:
+            case None:
+                self._written(result.seconds)
+                self._events.appendleft(Persisted(token=token))
+            case JournalUnwritable():
+                self._events.appendleft(PersistFailed(token=token, reason=str(result.error)))
+            case VersionNotNewer():
+                self._events.appendleft(PersistFailed(token=token, reason=result.error.problem, again=False))
+            case _:
+                raise result.error
 
     def _send_to_all(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
         self._acknowledge(peers, message)
@@ -334,7 +349,12 @@ class EventLoop:
         return self._acks.urgent
 
     def next_deadline(self) -> float | None:
-        """Time of the next timer of machine or acknowledgements; None without one."""
+        """Time of the next timer of machine or acknowledgements; None without one.
+
+        While a record is written the machine decides nothing, and the loop looks for the result.
+        """
+        if self._writing is not None:
+            return earlier(self._clock() + RESULT_S, self._acks.next_deadline())
         return earlier(self.machine.next_deadline(), self._acks.next_deadline())
 
     def _send_due_acks(self, *, quiet: bool, last: bool = False) -> None:

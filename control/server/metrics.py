@@ -133,6 +133,7 @@ ALLOW_LIST_IN_FORCE = _declare(
     _C, _GAUGE, "allow_list_in_force", "", "0 while the allow-list is missing, open to others, or cannot be used"
 )
 JOURNAL_WRITABLE = _declare(_C, _GAUGE, "journal_writable", "", "0 while nothing can be made durable")
+JOURNAL_HUNG_SECONDS = _declare(_C, _GAUGE, "journal_hung_seconds", "", "time for which a write has hung; 0: none does")
 JOURNAL_SECONDS = _declare(_C, _HISTOGRAM, "journal_write_seconds", "", "time to make one record durable")
 BOOT = _declare(_C, _GAUGE, "coordinator_boot", "", "grows by one with every start")
 
@@ -167,6 +168,7 @@ UNWATCHED: Final = frozenset(
         ENGINE_ROUNDS.name,
         TRAINER_STOOD.name,
         TRANSFER_BUCKETS.name,
+        JOURNAL_HUNG_SECONDS.name,
         SIDECAR_VERSION.name,
         SIDECAR_HEALTH.name,
         SIDECAR_WEIGHTS.name,

@@ -20,8 +20,9 @@ from agents import COMMAND
 from zmq.auth.thread import ThreadAuthenticator
 
 from weightbus.control.bus.session import HOLD_S
+from weightbus.control.security.allow_list import AllowList
 from weightbus.control.security.keys import read_secret_key
-from weightbus.control.security.trust import ALLOW_LIST_FILE, AllowList
+from weightbus.control.security.trust import ALLOW_LIST_FILE
 
 
 class _Doorman:

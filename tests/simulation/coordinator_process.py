@@ -16,7 +16,7 @@ from weightbus.control.machine.effects import (
 from weightbus.control.protocol.errors import InvariantBroken, JournalCorrupt
 from weightbus.control.server.event_loop import EventLoop
 
-from .disks import JournalDisk, SimJournal
+from .disks import JournalDisk, SimJournal, SimWriter
 from .network import Network
 from .process import Process
 
@@ -43,7 +43,9 @@ class CoordinatorProcess(Process):
         self._alarm, self._busy_until, self._away = self.alarm(self.step), 0.0, True
         self._world.judge.restarted()
         journal = SimJournal(self._journal, self)
-        server = EventLoop(self._network, journal, self._world.limits, observe=self._observed, clock=self.clock)
+        writer = SimWriter(journal, self._journal)
+        limits, clock = self._world.limits, self.clock
+        server = EventLoop(self._network, journal, limits, observe=self._observed, clock=clock, writer=writer)
         self.server = server
         handle, check, unchecked = server.machine.handle, server.machine.check, 0
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from weightbus.control.journal.writer_thread import HUNG_S, InlineWriter, WriteResult
 from weightbus.control.machine.channel import (
     MAX_ROUND_REPLIES,
     ChannelOwner,
@@ -51,6 +52,8 @@ class JournalDisk:
     def __init__(self, world: World, rng: random.Random) -> None:
         self.world, self._rng = world, rng
         self.full = False
+        self.hangs_until = 0.0
+        """Time until which no write ends."""
         self.boots = 0
         self.wall_offset = 0.0
         """The wall clock of this machine; it may jump, and nothing depends on it."""
@@ -200,6 +203,12 @@ class SimJournal:
         self.boot, self.stride = disk.boots, disk.stride
         process.passes("persist", "after")
 
+    def check(self) -> None:
+        """Its file is what it was."""
+
+    def disown(self, record: AnyRecord) -> None:
+        """Nothing is written late."""
+
     def confirm(self) -> None:
         """No other process can take it."""
 
@@ -225,6 +234,54 @@ class SimJournal:
 
     def close(self) -> None:
         """Let go of the file."""
+
+
+class SimWriter(InlineWriter):
+    """`journal.WriterThread` on a `JournalDisk`: a write that hangs is given up, and disowned if it ends well.
+
+    Until it ends, a coordinator that begins anew may find the record.
+    """
+
+    def __init__(self, journal: SimJournal, disk: JournalDisk) -> None:
+        super().__init__(journal)
+        self._disk = disk
+        self._hung: AnyRecord | None = None
+        self._since = 0.0
+        self._given_up = False
+
+    @property
+    def _hangs(self) -> bool:
+        return self._disk.world.loop.now < self._disk.hangs_until
+
+    def begin(self, record: AnyRecord) -> None:
+        """Write `record`; while the disk hangs, only the first is in its queue."""
+        self._disown()
+        if not self._hangs:
+            super().begin(record)
+        elif self._hung is None:
+            self._hung, self._since, self._given_up, self._result = record, self._disk.world.loop.now, False, None
+        else:
+            self._result = _hung()
+
+    def result(self, wait_s: float) -> WriteResult | None:
+        """The result of the last write."""
+        self._disown()
+        if self._hung is not None and self._result is None:
+            if not self._hangs:
+                record, self._hung = self._hung, None
+                super().begin(record)
+            elif self._disk.world.loop.now >= self._since + HUNG_S:
+                self._given_up, self._result, self._disk.ghost = True, _hung(), self._hung
+        return super().result(wait_s)
+
+    def _disown(self) -> None:
+        """The disk goes on, and the record that was given up is taken back before anything else is written."""
+        if self._given_up and not self._hangs:
+            self._hung, self._given_up, self._disk.ghost = None, False, None
+
+
+def _hung() -> WriteResult:
+    return WriteResult(JournalUnwritable("journal", "has not taken a record", "does its disk hang?"))
 
 
 class RecordDisk:

@@ -140,11 +140,11 @@ MUTATIONS: Final = (
         "ack-before-fsync",
         "one-holder",
         SERVER,
-        "            self._journal.write(effect.record)\n",
-        "            self._events.appendleft(Persisted(token=effect.token))\n"
-        "            self._drain()\n"
-        "            self._journal.write(effect.record)\n"
-        "            return\n",
+        "        self._writer.begin(effect.record)\n",
+        "        self._events.appendleft(Persisted(token=effect.token))\n"
+        "        self._drain()\n"
+        "        self._writer.begin(effect.record)\n"
+        "        return\n",
     ),
     _m(
         "journal-does-not-sync-its-commits",
@@ -197,8 +197,19 @@ MUTATIONS: Final = (
         "refused-write-taken-for-durable",
         "durable-before-said",
         SERVER,
-        "PersistFailed(token=effect.token, reason=str(error)))",
-        "Persisted(token=effect.token))",
+        "PersistFailed(token=token, reason=str(result.error)))",
+        "Persisted(token=token))",
+    ),
+    _m(
+        "takes-a-write-that-hangs-for-durable",
+        "durable-before-said",
+        SERVER,
+        "        if self._writing is None or (result := self._writer.result(wait_s)) is None:\n            return\n",
+        "        if self._writing is None:\n            return\n"
+        "        if (result := self._writer.result(wait_s)) is None:\n"
+        "            self._events.appendleft(Persisted(token=self._writing))\n"
+        "            self._writing = None\n"
+        "            return\n",
     ),
     _m(
         "commit-rolls-forward-when-the-disk-refuses",

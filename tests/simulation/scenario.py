@@ -157,7 +157,7 @@ def _draw(seed: int, *, setbacks: bool) -> Scenario:
     )
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
-    drawn = _with_revocations(drawn)
+    drawn = _with_hung_disks(_with_revocations(drawn))
     return _with_other_parties(
         _with_strangers(_with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks))))
     )
@@ -307,6 +307,22 @@ def _with_orphans(drawn: Scenario) -> Scenario:
         faults = (*faults, again)
     calm_from = max(drawn.calm_from, at + lasts + 10.0)
     return msgspec.structs.replace(drawn, faults=faults, calm_from=calm_from)
+
+
+def _with_hung_disks(drawn: Scenario) -> Scenario:
+    """A disk of the journal that hangs for a while, mostly when a version is about to be committed. By its own dice."""
+    rng = random.Random(f"weightbus-hung-disk-{drawn.seed}")
+    if drawn.sqlite or rng.random() >= 0.15:
+        return drawn
+    at, lasts = rng.uniform(1.0, 8.0), rng.choice((0.5, 1.9, 4.0, 15.0, 30.0))
+    faults = [
+        *drawn.faults,
+        Fault(at=at, kind="disk-hang", lasts=lasts, moment=rng.choice(("verifying", "pausing", ""))),
+    ]
+    if rng.random() < 0.4:  # nor does the coordinator see the end of it
+        faults.append(Fault(at=at + lasts / 2, kind="kill", target="coordinator", lasts=rng.choice((0.2, 4.0))))
+    found = sorted(faults, key=lambda each: each.at)
+    return msgspec.structs.replace(drawn, faults=tuple(found), calm_from=max(drawn.calm_from, at + lasts))
 
 
 def _with_unheard_answers(drawn: Scenario) -> Scenario:

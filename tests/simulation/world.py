@@ -603,6 +603,9 @@ class World:
             case "disk-full":
                 self._fill(target, full=True)
                 self.loop.after(lasts, lambda: self._fill(target, full=False))
+            case "disk-hang":
+                self.journal.hangs_until = self.loop.now + lasts
+                self.loop.note("coordinator", f"** its disk hangs for {lasts:.1f} s")
             case "wall-jump":
                 self.loop.note("coordinator", f"** the wall clock jumps by {lasts:g} s")
                 self.journal.wall_offset += lasts

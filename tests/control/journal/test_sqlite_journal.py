@@ -26,7 +26,7 @@ import structlog
 from weightbus.control.journal.interface import Journal
 from weightbus.control.journal.sqlite_journal import EVENTS, SCHEMA, SqliteJournal, check_location
 from weightbus.control.machine.channel import MAX_HISTORY, MAX_ROUND_REPLIES, ChannelOwner
-from weightbus.control.machine.effects import EpochRaised
+from weightbus.control.machine.effects import EpochRaised, Probe
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.messages import (
     AgentId,
@@ -292,7 +292,7 @@ def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, repl
     path = tmp_path / "j"
     journal = SqliteJournal(path)
     journal.write(taken(1))
-    journal.confirm()
+    journal.check()
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).unlink()
     if replaced:
@@ -302,8 +302,42 @@ def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, repl
     with pytest.raises(JournalError, match="was removed or replaced"):
         journal.write(taken(2))
     with pytest.raises(JournalError, match="was removed or replaced"):
-        journal.confirm()
+        journal.check()
     journal.close()
+
+
+def test_a_log_that_is_cut_in_place_is_noticed(tmp_path: Path) -> None:
+    """Nothing more is acknowledged once records of the `-wal` are gone (A2, F28)."""
+    journal = SqliteJournal(tmp_path / "j")
+    journal.write(taken(1))
+    os.truncate(tmp_path / "j-wal", 4096)
+    for act in (journal.check, lambda: journal.write(taken(2))):
+        with pytest.raises(JournalError, match="was cut while it was written to"):
+            act()
+    journal.close()
+
+
+def test_a_commit_that_is_disowned_leaves_nothing(tmp_path: Path) -> None:
+    """The version before is committed again, durably, with its reply and its history; another may be committed (A7)."""
+    path = tmp_path / "j"
+    journal = SqliteJournal(path, by=1)
+    journal.write(taken(1))
+    journal.write(commit(1, 1))
+    before, trail = journal.restore(), journal.audit()
+    late = commit(9, 1, request="late")
+    journal.write(late)
+    assert journal.restore() != before
+    journal.disown(late)
+    assert journal.restore() == before
+    assert journal.audit() == trail
+    for harmless in (taken(2), Probe()):
+        journal.write(harmless)
+        journal.disown(harmless)
+    journal.write(commit(5, 2, request="next"))
+    journal.close()
+    again = SqliteJournal(path, by=1).restore()[POLICY].committed
+    assert again is not None
+    assert again.version == 5
 
 
 @pytest.mark.parametrize("main", ["moved away", "emptied", "behind a link"])
@@ -325,7 +359,7 @@ def test_a_start_deletes_no_decisions_of_a_file_that_was_taken_away(tmp_path: Pa
     if main == "emptied":
         there.touch(mode=0o640)
     with pytest.raises(JournalError, match="was removed or replaced"):
-        journal.confirm()
+        journal.check()
     journal.close()
 
     def left() -> dict[Path, tuple[int, int, bytes]]:

@@ -13,14 +13,17 @@ import pytest
 
 from weightbus.control.bus.interface import AgentLink, Incoming, SendOutcome, TrustRevoked
 from weightbus.control.bus.sockets import DealerLink, RouterBus
+from weightbus.control.journal import writer_thread
 from weightbus.control.journal.etcd import Deposed, Etcd, KeyValue, Term, TxnResult
 from weightbus.control.journal.etcd_journal import EtcdJournal
 from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.journal.writer_thread import WriterThread
 from weightbus.control.machine.effects import (
     Acknowledge,
     AnyObservation,
     AnyRecord,
     Committed,
+    EpochTaken,
     LeaseEnded,
     Peer,
     Refusal,
@@ -288,6 +291,12 @@ class FailingJournal:
         self.full = True
         self.records: list[AnyRecord] = []
 
+    def check(self) -> None:
+        """Its file is what it was."""
+
+    def disown(self, record: AnyRecord) -> None:
+        """Nothing is written late."""
+
     def confirm(self) -> None:
         pass
 
@@ -320,6 +329,53 @@ def test_journal_that_fails_is_tried_again() -> None:
     wire.until(lambda: bool(trainer.got(Granted)))
     running.stop()
     bus.close()
+
+
+class HangingJournal(FailingJournal):
+    """A journal on a disk that can hang in a write, and ends it with success."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = False
+        self.thawed = threading.Event()
+        self.thawed.set()
+        self.disowned: list[AnyRecord] = []
+
+    def write(self, record: AnyRecord) -> None:
+        self.thawed.wait(60)
+        super().write(record)
+
+    def disown(self, record: AnyRecord) -> None:
+        self.disowned.append(record)
+
+
+def test_disk_that_hangs_stops_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are answered, the status says it, nothing is granted; what is written late is disowned (N48, A7)."""
+    monkeypatch.setattr(writer_thread, "HUNG_S", 0.5)
+    bus, journal = MemoryBus(), HangingJournal()
+    writer = WriterThread(journal, bus.wake)  # type: ignore[arg-type]
+    running = Running(EventLoop(bus, journal, LIMITS, observe=lambda _what: None, writer=writer))  # type: ignore[arg-type]
+    wire = Wire(bus.link)
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: bool(trainer.got(Welcome)))
+    trainer.deaf = True
+    journal.thawed.clear()
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
+    wire.until(lambda: bool(trainer.got(Refused)))
+    wire.until(lambda: running.server.status.read_only)
+    assert time.monotonic() - running.server.stepped_at < 1.0
+    assert writer.hung_s > 0.4
+    assert trainer.got(Granted) == []
+    journal.thawed.set()
+    wire.until(lambda: not running.server.status.read_only)
+    assert journal.disowned == journal.records[:1]
+    assert isinstance(journal.records[0], EpochTaken)
+    assert writer.hung_s == 0.0
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
+    wire.until(lambda: bool(trainer.got(Granted)))
+    running.stop()
+    writer.close()
+    assert writer.closed
 
 
 class NewerJournal(FailingJournal):
