@@ -604,7 +604,7 @@ class World:
                 self._fill(target, full=True)
                 self.loop.after(lasts, lambda: self._fill(target, full=False))
             case "disk-hang":
-                self.journal.hangs_until = self.loop.now + lasts
+                self.journal.hangs_until = min(self.loop.now + lasts, self.scenario.calm_from)
                 self.loop.note("coordinator", f"** its disk hangs for {lasts:.1f} s")
             case "wall-jump":
                 self.loop.note("coordinator", f"** the wall clock jumps by {lasts:g} s")
