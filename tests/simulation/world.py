@@ -491,7 +491,8 @@ class World:
             machine.status(self.coordinator.clock())  # a reader finds it in one piece
             sizes["answers"] = (len(machine.replies), self.limits.answers)
             sizes["blobs"] = (machine.blobs.held_bytes, self.limits.blob_bytes)
-            sizes["waiting events"] = (len(machine._queued_work), 0)
+            waits = machine._journal_writer.writing is not None  # for a disk, for `HUNG_S` at most
+            sizes["waiting events"] = (len(machine._queued_work), 200 if waits else 0)
         for agent in (*self.engines.values(), *self.trainers.values()):
             if agent.client is not None:
                 sizes[f"inbox of {agent.name}"] = (len(agent.client._receive_queue), INBOX)
