@@ -365,7 +365,7 @@ class EngineAgent:
             self._step(self._next())
 
     def _connect(self) -> None:
-        """Join the coordinator as what the server is now; again if it was launched with other ranks than before."""
+        """Join the coordinator as what the server is now; again if it has other ranks, or answers at last."""
         old, self._bus = self._bus, None
         if old is not None:
             old.close()
@@ -429,16 +429,16 @@ class EngineAgent:
     def _loop(self) -> None:
         while True:
             self._step(self._next())
-            self._tell_trouble()
             if self._view.up and self._is_laid_out_anew():
                 self._connect()
             elif self._look_around() and self._bus is not None:
                 self._bus.report_topology()
+            self._tell_trouble()  # last: a server without trouble, but whose transports are untold, takes no version
 
     def _is_laid_out_anew(self) -> bool:
         facts, before = self._server.facts, self._described
         self._described = facts
-        return before is not None and facts is not before and facts.layout != before.layout
+        return before is None or (facts is not before and facts.layout != before.layout)
 
     def _look_around(self) -> bool:
         """Look where the workers are and which transports they can take; returns whether anything has changed."""

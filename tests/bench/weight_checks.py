@@ -72,7 +72,7 @@ def measure(dtype: str, nbytes: int, rounds: int, device: torch.device) -> dict[
     size = manifest.buckets[0].nbytes
     # Weights of a model; in eight bits they are scaled to the whole range, where counting takes three passes on a CPU.
     scale = 0.02 if kind.itemsize > 1 else 100.0
-    values = (torch.randn(size // kind.itemsize, device=device) * scale).to(kind)
+    values = (torch.randn(size // kind.itemsize, device=device) * scale).clamp_(-400, 400).to(kind)
     bucket, offsets, masks = values.view(torch.uint8), manifest.offsets_of(0), masks_of([each.dtype for each in specs])
     starts = [offset // kind.itemsize for offset in offsets]
     local = [values[a:b] for a, b in pairwise(starts)]

@@ -46,6 +46,7 @@ from weightbus.engine_agent.errors import ServerInUse
 from weightbus.engine_agent.machine.engine_machine import ServerView
 from weightbus.engine_agent.machine.events import INCOMPLETE, Commanded, ReleaseServer
 from weightbus.engine_agent.machine.weight_state import WeightState
+from weightbus.engine_agent.sidecar import driver
 from weightbus.engine_agent.sidecar.driver import EngineAgent
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 from weightbus.engine_agent.state_file import StateFile
@@ -523,6 +524,23 @@ def test_a_second_agent_of_another_host_is_kept_out(deployment: Deployment, tmp_
     second.stop()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_server_that_comes_after_its_sidecar_joined_takes_versions(
+    tmp_path: Path, coordinator: tuple[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent joins without it, so that its trouble is seen, and joins again with its transports once it answers."""
+    monkeypatch.setattr(driver, "_ALONE_S", 0.2)
+    late = Deployment(tmp_path, coordinator)
+    late.fake.stop()
+    try:
+        late.start()
+        assert not late.view.up
+        late.fake.start()
+        until(lambda: late.view.up, "the server")
+        assert [(each.engine, each.version) for each in late.publish(1).engines] == [("e0", 1)]
+    finally:
+        late.close()
 
 
 def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:
