@@ -77,8 +77,6 @@ FAULTS = {
     "twin": "a second sidecar of another channel reaches a server by another address, with a trainer that publishes",
 }
 """What can be done."""
-EXPECTED_TO_FAIL = frozenset({"freeze"})
-"""Left out unless they are named."""
 GONE_S, FROZEN_S, TWIN_S = 30.0, 12.0, 10.0
 TOLD = 10
 """Lines that are printed of what was wrong."""
@@ -264,12 +262,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--real", action="store_true", help="real SGLang servers, on the CPU, in place of light ones")
     parser.add_argument("--transport", choices=sorted(ONLY), default="local", help="direct: with --real, open tables")
     listed = ", ".join(FAULTS)
-    parser.add_argument("--faults", help=f"comma-separated; default: all that are expected to pass of {listed}")
+    parser.add_argument("--faults", help=f"comma-separated; default: all of {listed}")
     parser.add_argument("--ahead", type=int, default=0, help="versions that are committed before there is any engine")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="begin no cycle after so long")
     parser.add_argument("--save", type=Path, help="file that the result is written to, as JSON")
     given = parser.parse_args()
-    given.faults = set(given.faults.split(",")) if given.faults else FAULTS.keys() - EXPECTED_TO_FAIL
+    given.faults = set(given.faults.split(",")) if given.faults else set(FAULTS)
     if unknown := given.faults - FAULTS.keys():
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {listed}")
     if given.transport == "direct" and not given.real:
