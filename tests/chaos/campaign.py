@@ -166,7 +166,9 @@ class Campaign:
             case "freeze":
                 time.sleep(FROZEN_S)
                 since = time.monotonic()
-                poll("an answer while the disk hangs", lambda: self.hammer.answered_at > since, FROZEN_S)
+                poll("a coordinator whose disk hangs", lambda: self.deployment.answered_at > since, FROZEN_S)
+                if strike.point != "commit_unwritten":  # there engines hold the new version, and no old one any more
+                    poll("an answer while the disk hangs", lambda: self.hammer.answered_at > since, FROZEN_S)
             case "twin":
                 poll("the second sidecar to be answered", self.deployment.twin_was_answered, self._reach_s)
                 time.sleep(TWIN_S)

@@ -145,6 +145,8 @@ class Deployment:
         self.ready: Sequence[str] = ()
         self.state = "unknown"
         """Of the round, as last seen."""
+        self.answered_at = 0.0
+        """When the coordinator last told its status."""
         self.committed = 0
         self.others = 0
         """Engines in the channel of the second sidecar."""
@@ -306,6 +308,7 @@ class Deployment:
             except (httpx.HTTPError, ValueError):
                 self.state, self.ready = "unknown", ()
                 continue
+            self.answered_at = time.monotonic()
             channels: dict[str, dict[str, Any]] = found["channels"]
             if channel := channels.get(CHANNEL):
                 self.state = channel["round"]["state"]

@@ -19,6 +19,8 @@ from weightbus.control.journal.sqlite_journal import SqliteJournal
 
 FILE = "commits"
 WRITES, DURABLE, REFUSED, FOUND = "writes", "durable", "refused", "found"
+DISOWNS, DISOWNED = "disowns", "disowned"
+"""A commit whose write took too long, and that is taken back before anything else is written."""
 
 
 class Line(NamedTuple):
@@ -39,7 +41,7 @@ def keep(folder: Path) -> None:
     def note(what: str, channel: str, version: int, rollback: bool = False) -> None:
         os.write(file, json.dumps(Line(what, channel, version, rollback, time.monotonic())).encode() + b"\n")
 
-    write, restore = SqliteJournal.write, SqliteJournal.restore
+    write, restore, disown = SqliteJournal.write, SqliteJournal.restore, SqliteJournal.disown
 
     @functools.wraps(write)
     def written(self: SqliteJournal, record: Any) -> None:
@@ -55,6 +57,15 @@ def keep(folder: Path) -> None:
             raise
         note(DURABLE, *commit)
 
+    @functools.wraps(disown)
+    def disowned(self: SqliteJournal, record: Any) -> None:
+        if record.__struct_config__.tag != "Committed":
+            disown(self, record)
+            return
+        note(DISOWNS, record.channel, record.version)
+        disown(self, record)
+        note(DISOWNED, record.channel, record.version)
+
     @functools.wraps(restore)
     def restored(self: SqliteJournal) -> Any:
         found = restore(self)
@@ -64,6 +75,7 @@ def keep(folder: Path) -> None:
 
     SqliteJournal.write = written  # type: ignore[method-assign]
     SqliteJournal.restore = restored  # type: ignore[method-assign]
+    SqliteJournal.disown = disowned  # type: ignore[method-assign]
 
 
 def lines(folder: Path) -> Iterator[Line]:
@@ -83,7 +95,7 @@ class Commits:
         self._channel = channel
         self._doubtful: list[int] = []
         """Versions whose write was begun, and did not end or was refused, since the last durable one."""
-        self.last = 0
+        self.last = self._before = 0
         self.durable: dict[int, float] = {}
         """Version -> when its write was begun first: no engine may serve it before."""
         self.losses: list[str] = []
@@ -109,14 +121,22 @@ class Commits:
             case "found":
                 if line.version != self.last and line.version not in self._doubtful:
                     self.losses.append(f"the journal held {self.last}, and {line.version} was found in it")
+                if line.version < self.last:
                     self._forget_above(line.version)
                 self._note(line, begun)
+            case "disowns":
+                self._doubtful.append(self._before)
+            case "disowned":
+                self._forget_above(self._before)
+                self.last = self._before
             case _:
                 pass
 
     def _note(self, line: Line, begun: dict[int, float]) -> None:
         if line.version:
             self.durable.setdefault(line.version, begun.get(line.version, line.at))
+        if line.version != self.last:
+            self._before = self.last
         self.last, self._doubtful = line.version, []
 
     def _forget_above(self, version: int) -> None:

@@ -185,6 +185,10 @@ def commit(version: int) -> list[tuple[str, int]]:
         ([*commit(1), ("writes", 2), ("found", 1), *commit(2), ("found", 2)], [Ack(2, 9)], 0),  # and it was not
         ([*commit(1), ("writes", 2), ("refused", 2), ("found", 2)], [Ack(2, 9)], 0),  # refused, and on disk after all
         ([*commit(2), *commit(2), ("found", 2)], [Ack(2, 9)], 0),
+        ([*commit(1), *commit(2), ("disowns", 2), ("disowned", 2), ("found", 1)], [Ack(1, 9)], 0),  # a hung disk
+        ([*commit(1), *commit(2), ("disowns", 2), ("found", 1), *commit(2), ("found", 2)], [Ack(2, 9)], 0),
+        ([*commit(1), *commit(2), ("disowns", 2), ("found", 2)], [Ack(2, 9)], 0),
+        ([*commit(1), *commit(2), ("disowns", 2), ("disowned", 2), ("found", 1)], [Ack(2, 9)], 1),
         ([*commit(1)], [Ack(1, 9), Ack(2, 9)], 1),
         ([*commit(1), ("writes", 2), ("found", 1)], [Ack(2, 9)], 1),
         ([*commit(1), *commit(2), ("found", 1)], [Ack(2, 9)], 2),  # and the ack of what is no more
@@ -213,7 +217,7 @@ def test_the_ledger_knows_more_versions_than_the_journal_remembers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The audit trail is pruned; the campaign's record is whole, and says what a refused write and a new life found."""
-    for name in ("write", "restore"):
+    for name in ("write", "restore", "disown"):
         monkeypatch.setattr(SqliteJournal, name, getattr(SqliteJournal, name))
     many = EVENTS + 50
     ledger.keep(tmp_path)
