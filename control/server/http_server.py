@@ -241,7 +241,7 @@ class _Connection(HTTPChannel):
 
     parser_class = _Request
     logger = _ERRORS_ONLY
-    server: _Server
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]  made by no other
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.accepted_at = time.monotonic()

@@ -137,7 +137,7 @@ def _sum_words(table, lanes, masks, counts, COUNTED: tl.constexpr, ITEM: tl.cons
     tl.atomic_add(lanes + group * 2, tl.sum(sum_a).to(tl.int64), sem="relaxed")
     tl.atomic_add(lanes + group * 2 + 1, tl.sum(sum_b).to(tl.int64), sem="relaxed")
     if COUNTED:  # which elements they are is looked for where there is one: a second pass, over this tile alone
-        if tl.max((seen & _signs(mask) != 0).to(tl.int32)) > 0:
+        if tl.max((seen & _signs(mask) != 0).to(tl.int32)) > 0:  # pyright: ignore[reportOperatorIssue]
             found = tl.zeros((BLOCK,), dtype=tl.uint64)
             for begin in range(0, (shape >> 32).to(tl.int32) * shape.to(tl.int32), BLOCK):
                 line, column, inside = _place(begin, shape, magic, BLOCK)
@@ -164,8 +164,9 @@ def accumulate(
     """
     looked_for = counts if masks is None else masks
     _sum_words[(len(table),)](
-        table, lanes, looked_for, counts, COUNTED=masks is not None, ITEM=item, BLOCK=1024, num_warps=8
-    )  # pyright: ignore[reportCallIssue]
+        table, lanes, looked_for, counts, COUNTED=masks is not None, ITEM=item, BLOCK=1024,
+        num_warps=8,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
 
 
 def as_lanes(lanes: torch.Tensor) -> npt.NDArray[np.uint64]:

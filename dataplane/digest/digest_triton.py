@@ -88,7 +88,7 @@ def _sum_segments(memory, table, lanes, masks, counts, COUNTED: tl.constexpr, WO
     tl.atomic_add(lanes + tensor * 2, tl.sum(sum_a).to(tl.int64))
     tl.atomic_add(lanes + tensor * 2 + 1, tl.sum(sum_b).to(tl.int64))
     if COUNTED:  # which elements they are is looked for where there is one: a second pass, over this segment alone
-        if tl.max((seen & signs(mask) != 0).to(tl.int32)) > 0:
+        if tl.max((seen & signs(mask) != 0).to(tl.int32)) > 0:  # pyright: ignore[reportOperatorIssue]
             found = tl.zeros((BLOCK,), dtype=tl.uint64)
             for at in range(0, WORDS, BLOCK):
                 word, _inside = _word(granules, at + tl.arange(0, BLOCK).to(tl.int64), nbytes, skip, WORDS)
@@ -122,8 +122,8 @@ def sum_tensors(
     with torch.cuda.device_of(memory):
         _sum_segments[(len(table),)](
             memory, table, lanes, looked_for, counts, COUNTED=masks is not None, WORDS=SEGMENT_WORDS, BLOCK=BLOCK,
-            num_warps=8,
-        )  # pyright: ignore[reportCallIssue]  # fmt: skip
+            num_warps=8,  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
     found = sums.view(-1).cpu().numpy()
     return np.ascontiguousarray(found[: 2 * tensors].view(np.uint64).reshape(-1, 2).T), found[2 * tensors :]
 

@@ -128,7 +128,7 @@ class DigestDivision:
             odd = [each.odd for each in found]
             for index in self.odd.tolist():
                 whole = torch.from_numpy(tensor_from_parts(packs, index, odd, "trainer rank"))  # pyright: ignore[reportUnknownMemberType]
-                mask = masks_of([self.chosen.tensors[index].dtype])
+                mask = masks_of([str(self.chosen.tensors[index].dtype)])  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
                 digest, count = integrity.digest_and_count(whole, (0, len(whole)), mask)
                 digests[16 * index : 16 * index + 16] = digest
                 nonfinite[index] += int(count[0])
