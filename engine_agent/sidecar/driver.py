@@ -324,8 +324,10 @@ class EngineAgent:
         until = self._started_at + wait_s
         while not self._view.up:
             self._step(self._next())
+            if self._view.up:  # its trouble is over with the Hello that tells its transports, and not before
+                break
             self._tell_trouble()
-            if time.monotonic() < until or self._view.up:
+            if time.monotonic() < until:
                 continue
             trouble = self._trouble()
             said = trouble.lasting(time.monotonic()) if trouble else f"no server at {self.settings.server}"
@@ -365,7 +367,7 @@ class EngineAgent:
             self._step(self._next())
 
     def _connect(self) -> None:
-        """Join the coordinator as what the server is now; again if it has other ranks, or answers at last."""
+        """Join the coordinator as what the server is now; again if it was launched with other ranks than before."""
         old, self._bus = self._bus, None
         if old is not None:
             old.close()
@@ -429,16 +431,16 @@ class EngineAgent:
     def _loop(self) -> None:
         while True:
             self._step(self._next())
+            self._tell_trouble()
             if self._view.up and self._is_laid_out_anew():
                 self._connect()
             elif self._look_around() and self._bus is not None:
                 self._bus.report_topology()
-            self._tell_trouble()  # last: a server without trouble, but whose transports are untold, takes no version
 
     def _is_laid_out_anew(self) -> bool:
         facts, before = self._server.facts, self._described
         self._described = facts
-        return before is None or (facts is not before and facts.layout != before.layout)
+        return before is not None and facts is not before and facts.layout != before.layout
 
     def _look_around(self) -> bool:
         """Look where the workers are and which transports they can take; returns whether anything has changed."""

@@ -529,8 +529,15 @@ def test_a_second_agent_of_another_host_is_kept_out(deployment: Deployment, tmp_
 def test_a_server_that_comes_after_its_sidecar_joined_takes_versions(
     tmp_path: Path, coordinator: tuple[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent joins without it, so that its trouble is seen, and joins again with its transports once it answers."""
+    """The agent joins without it, so that its trouble is seen; it is waited for until its transports are told, too."""
+    examine = EngineAgent._prerecord
+
+    def examine_slowly(agent: EngineAgent) -> None:
+        time.sleep(1.5)
+        examine(agent)
+
     monkeypatch.setattr(driver, "_ALONE_S", 0.2)
+    monkeypatch.setattr(EngineAgent, "_prerecord", examine_slowly)
     late = Deployment(tmp_path, coordinator)
     late.fake.stop()
     try:
