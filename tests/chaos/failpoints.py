@@ -25,9 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ledger
-import plants
-
 HOLD_S = 60.0
 """How long a process waits to be let on; only where the campaign is gone it takes so long."""
 Only = Callable[[tuple[Any, ...]], bool]
@@ -224,6 +221,9 @@ def main() -> None:
     """Wrap what concerns this program, and be it."""
     name, folder, *argv = sys.argv[1:]
     program = name.partition("-")[0] if name.startswith("sidecar") else name
+    import ledger  # beside this program; tests import this module without being beside them
+    import plants
+
     plants.plant(program)
     if program == "coordinator":
         ledger.keep(Path(folder))
