@@ -159,9 +159,11 @@ def read_allow_list(path: Path) -> AllowListDocument:
     """
     try:
         text = _read(path).decode()
-        if not text.strip():
-            raise AllowListUnusable(path, "is empty, as after a write that was interrupted, expected [agents]", _MEND)
-        trust = msgspec.convert(tomllib.loads(text), AllowListDocument)
+        document = tomllib.loads(text)
+        if "agents" not in document:
+            cut = "empty" if not text.strip() else "without [agents]"
+            raise AllowListUnusable(path, f"is {cut}, as after a write that was interrupted, expected [agents]", _MEND)
+        trust = msgspec.convert(document, AllowListDocument)
         trust.principals()
     except FileNotFoundError as problem:
         raise PeerKeyError(path, "is not there", "make it with `weightbus trust add NAME --role ROLE ...`") from problem

@@ -142,12 +142,13 @@ def replaced(path: Path, make: Callable[[Path], object]) -> None:
         lambda path: path.write_text(""),
         lambda path: path.write_text("a = " + "[" * 100_000),
         lambda path: path.write_bytes(path.read_bytes()[:-40]),
+        lambda path: path.write_text("# the comments alone\n"),
         lambda path: replaced(path, os.mkfifo),
         lambda path: replaced(path, Path.mkdir),
         lambda path: replaced(path, lambda at: at.symlink_to(at)),
         lambda path: path.write_bytes(b"# x\n" * (file.MOST_BYTES // 4 + 1)),
     ],
-    ids=("nonsense", "empty", "deep", "half", "pipe", "folder", "loop", "huge"),
+    ids=("nonsense", "empty", "deep", "half", "head", "pipe", "folder", "loop", "huge"),
 )
 def test_a_file_that_cannot_be_used_changes_nothing(path: Path, spoil: Callable[[Path], object]) -> None:
     """The list in force stands; that is logged once, shown, and over as soon as the file is right (S7, N45)."""
