@@ -149,7 +149,7 @@ class Coordinator:
                 else:
                     self._received(message, now)
         else:
-            self._queued_work.append(event)
+            self._queued_work.append(partial(self._tick, now) if isinstance(event, Tick) else event)
         while self._journal_writer.writing is None and (self._queued_work or self._to_flush):
             if self._queued_work:
                 self._perform(self._queued_work.popleft(), now)
@@ -223,14 +223,12 @@ class Coordinator:
                 self._unsent(work, now)
             case TrustLost():
                 self._flush(self._distrusted(work, now), now)
-            case Tick():
-                self._tick(now)
             case StopRequested():
                 self.stopping = True
                 self._queued_work.extend(partial(_after, channel, channel.stop) for channel in self.channels.values())
             case partial():
                 self._flush(work(now), now)
-            case Persisted() | PersistFailed() | Burst():
+            case Persisted() | PersistFailed() | Burst() | Tick():
                 raise InvariantBroken(f"{type(work).__name__} does not wait in line")
             case _:
                 assert_never(work)
@@ -268,10 +266,15 @@ class Coordinator:
             channel.unsent(agent.name, event.message, event.reason, now)
             self._to_flush[channel.name] = channel
 
-    def _tick(self, now: float) -> None:
-        self._queued_work.extend(partial(self._give_up_on, agent.name) for agent in self.membership.lost(now))
-        self._queued_work.extend(partial(_after, channel, channel.tick) for channel in self.channels.values())
-        self._journal_writer.tick(now)
+    def _tick(self, at: float, _now: float) -> Channel | None:
+        """Act on the deadlines that had passed at `at`, the time of the `Tick`, which may have waited for a write.
+
+        Messages that came later wait behind it. By the present time it would take their senders for silent.
+        """
+        self._queued_work.extend(partial(self._give_up_on, agent.name, at) for agent in self.membership.lost(at))
+        self._queued_work.extend(partial(_tick_channel, channel, at) for channel in self.channels.values())
+        self._journal_writer.tick(at)
+        return None
 
     def _journal_answered(self, event: Persisted | PersistFailed, now: float) -> None:
         record, name, failed, again = self._journal_writer.answered(event, now)
@@ -513,10 +516,10 @@ class Coordinator:
         agent = self.membership.get(event.agent)
         return self._leave(agent, f"is not trusted any more: {event.reason}", now, for_good=True) if agent else None
 
-    def _give_up_on(self, name: AgentId, now: float) -> Channel | None:
-        """Remove an agent if it was silent for too long."""
+    def _give_up_on(self, name: AgentId, at: float, now: float) -> Channel | None:
+        """Remove an agent if it had been silent for too long at `at`."""
         agent = self.membership.get(name)
-        reason = self.membership.why_lost(agent, now) if agent else ""
+        reason = self.membership.why_lost(agent, at) if agent else ""
         return self._leave(agent, reason, now) if agent and reason else None
 
     def _leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True, for_good: bool = False) -> Channel:
@@ -531,6 +534,11 @@ class Coordinator:
         elif agent.role is Role.TRAINER:
             channel.trainer_lost(agent, reason, now)
         return channel
+
+
+def _tick_channel(channel: Channel, at: float, _now: float) -> Channel | None:
+    channel.tick(at)
+    return channel
 
 
 def _after(channel: Channel, do: Callable[[float], None], now: float) -> Channel | None:

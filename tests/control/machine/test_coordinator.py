@@ -42,6 +42,7 @@ from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Acquire,
+    AgentId,
     Alive,
     BlobPage,
     Channel,
@@ -51,6 +52,7 @@ from weightbus.control.protocol.messages import (
     GetBlob,
     Granted,
     Heartbeat,
+    Hello,
     Incarnation,
     Message,
     Offered,
@@ -65,6 +67,7 @@ from weightbus.control.protocol.messages import (
     RefusalCode,
     Refused,
     RequestId,
+    Role,
     RoundDone,
     Sent,
     Serving,
@@ -119,6 +122,41 @@ def test_events_wait_while_a_record_is_written() -> None:
     assert [world.machine.handle(beat, 0.0) for beat in beats] == [(), (), ()]
     effects = world.machine.handle(Persisted(token=persist.token), 0.0)
     assert [e.message.__class__.__name__ for e in effects if isinstance(e, SendTo)] == ["Granted", *["Alive"] * 3]
+
+
+def test_nobody_is_silent_for_what_waits_behind_a_slow_write() -> None:
+    """A `Tick` that waited for a record ends what was overdue at its own time: later messages are still unread.
+
+    By the time of the record's end an engine would be lost and a lease over, with their heartbeats next in line.
+    """
+    world = World()
+    world.engine("e0")
+    trainer, peer, other = world.trainer(), Peer(b"other"), Channel("other")
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
+    world.settle()
+    due = min(LIMITS.silence_s, LIMITS.lease_s)
+    begun, ended = due - 0.1, due + 1.8
+    hello = Hello(
+        request=RequestId("o-0"),
+        agent=AgentId("o"),
+        role=Role.TRAINER,
+        channel=other,
+        incarnation=Incarnation("o-1"),
+        trainer=trainer_info(),
+    )
+    world.machine.handle(MessageReceived(peer=peer, message=hello), begun)
+    asked = Acquire(request=RequestId("o-1"), channel=other, version=Version(1))
+    (persist,) = world.machine.handle(MessageReceived(peer=peer, message=asked), begun)
+    assert isinstance(persist, Persist)
+    assert world.machine.handle(Tick(), begun) == ()
+    world.machine.handle(Persisted(token=persist.token), ended)
+    assert len(world.machine.membership) == 3
+    assert world.machine.channels[CHANNEL].lease
+    beats = [MessageReceived(peer=each.peer, message=Heartbeat(seq=1)) for each in world.agents.values()]
+    world.machine.handle(Burst(beats), ended)
+    world.machine.handle(Tick(), ended)
+    assert len(world.machine.membership) == 3
+    assert world.machine.channels[CHANNEL].lease
 
 
 @pytest.mark.parametrize("event", [Persisted(token=Token(99)), PersistFailed(token=Token(99), reason="")])
