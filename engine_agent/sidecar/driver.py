@@ -324,10 +324,10 @@ class EngineAgent:
         until = self._started_at + wait_s
         while not self._view.up:
             self._step(self._next())
-            if self._view.up:  # its trouble is over with the Hello that tells its transports, and not before
-                break
-            self._tell_trouble()
-            if time.monotonic() < until:
+            up = self._view.up
+            if not up:  # its trouble is over with the Hello that tells its transports, and not before
+                self._tell_trouble()
+            if up or time.monotonic() < until:
                 continue
             trouble = self._trouble()
             said = trouble.lasting(time.monotonic()) if trouble else f"no server at {self.settings.server}"
