@@ -85,6 +85,8 @@ _GRACE_S: Final = 5.0
 
 TOPOLOGY_S: Final = 10.0
 """Deadline of a topology report: an older coordinator never acknowledges the message."""
+TOPOLOGY_AGAIN_S: Final = 5.0
+"""Seconds to the next report, after one whose content could not be read from this host."""
 
 _Answered = tuple[ToAgent, bytes | None]
 
@@ -144,6 +146,8 @@ class BusClient:
         self._heartbeat = heartbeat
         self._topology = topology
         self._clock = time.monotonic
+        self._topology_at = float("inf")
+        """When the topology is reported again, because it could not be read."""
         self._topology_request: RequestId | None = None
         self._topology_omits = 0
         """Number of abilities left out of `_topology_request` because an older coordinator may not understand them."""
@@ -482,6 +486,8 @@ class BusClient:
 
     def _step(self) -> None:
         self._handle(Ticked())
+        if self._clock() >= self._topology_at:
+            self._send_topology()
         while not self._submitted.empty():
             item = self._submitted.get()
             if isinstance(item, RequestSubmitted):
@@ -535,8 +541,14 @@ class BusClient:
         """Report the topology, without the newest `omit` abilities that it names."""
         if self._topology is None:
             return
+        self._topology_at = float("inf")
         key = self.new_request()
-        message = msgspec.structs.replace(self._topology(), request=key)
+        try:
+            message = msgspec.structs.replace(self._topology(), request=key)
+        except OSError as error:  # such as too many open files: sent as it is, it would leave out what is there
+            get_log(__name__).warning("topology_not_told", reason=str(error), again_s=TOPOLOGY_AGAIN_S)
+            self._topology_at = self._clock() + TOPOLOGY_AGAIN_S
+            return
         for left_out in _ABILITIES[:omit]:
             message = msgspec.structs.replace(message, **left_out)
         self._topology_request, self._topology_omits = key, omit

@@ -125,12 +125,21 @@ class KeyValue(msgspec.Struct, frozen=True):
         return base64.b64decode(self.value)
 
 
+class _Header(msgspec.Struct, frozen=True):
+    """The gateway leaves out what is zero or false, but no answer of etcd is without a header.
+
+    So anything else that answers at a member's port is no member, and not a store without keys.
+    """
+
+    revision: str = "0"
+
+
 class _Ranged(msgspec.Struct, frozen=True):
     kvs: tuple[KeyValue, ...] = ()
 
 
-class _Header(msgspec.Struct, frozen=True):
-    revision: str = "0"
+class _Found(_Ranged, frozen=True, kw_only=True):
+    header: _Header
 
 
 class _Response(msgspec.Struct, frozen=True):
@@ -138,22 +147,26 @@ class _Response(msgspec.Struct, frozen=True):
 
 
 class _Committed(msgspec.Struct, frozen=True):
-    header: _Header = _Header()
+    header: _Header
     succeeded: bool = False
     responses: tuple[_Response, ...] = ()
 
 
 class _Lease(msgspec.Struct, frozen=True):
-    ID: str = "0"
+    ID: str
     TTL: str = "0"
 
 
+class _Revoked(msgspec.Struct, frozen=True):
+    header: _Header
+
+
 class _Session(msgspec.Struct, frozen=True):
-    token: str = ""
+    token: str
 
 
 class _KeptAlive(msgspec.Struct, frozen=True):
-    result: _Lease = _Lease()
+    result: _Lease
 
 
 class TxnResult(msgspec.Struct, frozen=True):
@@ -218,7 +231,7 @@ class Etcd:
     def under(self, prefix: str) -> tuple[KeyValue, ...]:
         """Every key that begins with `prefix`, as of the newest revision."""
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        return self._call("/v3/kv/range", {"key": _text(prefix), "range_end": _text(end)}, _Ranged).kvs
+        return self._call("/v3/kv/range", {"key": _text(prefix), "range_end": _text(end)}, _Found).kvs
 
     def grant(self, ttl_s: float) -> int:
         """A lease of whole seconds, rounded up; its keys are deleted unless it is kept alive."""
@@ -230,7 +243,7 @@ class Etcd:
 
     def revoke(self, lease: int) -> None:
         """End the lease and delete its keys."""
-        self._call("/v3/lease/revoke", {"ID": str(lease)}, _Header)
+        self._call("/v3/lease/revoke", {"ID": str(lease)}, _Revoked)
 
     def close(self) -> None:
         """Drop the connection."""

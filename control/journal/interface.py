@@ -46,7 +46,10 @@ class Journal(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise `JournalError` if the files below the journal are not what they were. Waits for the disk."""
+        """Raise `JournalError` if the files below the journal are not what they were. Waits for the disk.
+
+        Raises `JournalUnwritable` where they cannot be looked at now.
+        """
         ...
 
     def write(self, record: AnyRecord) -> None:

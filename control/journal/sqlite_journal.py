@@ -387,7 +387,10 @@ class SqliteJournal:
         if self._files() != self._mine:
             problem = "was removed or replaced while it was written to: what was written since is not to be found"
             raise JournalError(self._path, problem, _ADVICE_ON_REPLACED_JOURNAL)
-        size = _size(self._log)
+        try:
+            size = _size(self._log)
+        except OSError as error:
+            raise self._not_seen(self._log, error) from error
         if size < self._log_bytes:
             problem = f"was cut while it was written to: {self._log} had {self._log_bytes} bytes, and has {size}"
             raise JournalError(self._path, problem, _ADVICE_ON_REPLACED_JOURNAL)
@@ -399,11 +402,17 @@ class SqliteJournal:
         for path in (self._path, self._log):
             try:
                 file = path.stat()
-            except OSError:
+            except FileNotFoundError:
                 found.append(None)
+            except OSError as error:
+                raise self._not_seen(path, error) from error
             else:
                 found.append((file.st_dev, file.st_ino))
         return found
+
+    def _not_seen(self, file: Path, error: OSError) -> JournalUnwritable:
+        problem = f"cannot be looked at ({file}: {error.strerror})"
+        return JournalUnwritable(self._path, problem, f"is the disk failing? {_ELSEWHERE}")
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""

@@ -8,6 +8,7 @@ the coordinator has gone on without it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -43,8 +44,9 @@ class InlineWriter:
         self._result: WriteResult | None = None
 
     def confirm(self) -> None:
-        """Raise what `Journal.check` and `Journal.confirm` raise."""
-        self._journal.check()
+        """Raise what `Journal.check` and `Journal.confirm` raise, but that a disk gives no answer."""
+        with contextlib.suppress(JournalUnwritable):  # the next record says so, if it lasts
+            self._journal.check()
         self._journal.confirm()
 
     def begin(self, record: AnyRecord) -> None:
@@ -134,6 +136,8 @@ class WriterThread:
                 record = self._record
             try:
                 self._write(record) if record is not None else self._journal.check()
+            except JournalUnwritable:
+                continue  # the next record says so, if it lasts
             except Exception as error:  # noqa: BLE001  # raised on the loop
                 self._broken = error
                 self._wake()

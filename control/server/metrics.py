@@ -158,7 +158,7 @@ STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the eng
 STEP_FAILURES = _declare(_E, _COUNTER, "sidecar_step_failures_total", "step", "steps of a round that failed")
 
 CHECKPOINTS = _declare(_T, _COUNTER, "watch_checkpoints_total", "outcome", "published, skipped, bad or failed")
-LOOKS_FAILED = _declare(_T, _COUNTER, "watch_looks_failed_total", "cause", "looks at the folder that paused the watch")
+LOOKS_FAILED = _declare(_T, _COUNTER, "watch_looks_failed_total", "cause", "looks that failed, and are repeated")
 PUBLISHED_VERSION = _declare(_T, _GAUGE, "watch_published_version", "", "the last version published from a checkpoint")
 PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "watch_publish_seconds", "", "time to publish one checkpoint")
 

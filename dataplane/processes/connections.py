@@ -291,8 +291,10 @@ class Frames:
         """
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return self.pid > 0 and self.readable()
+        except OSError:  # such as too many open files, which say nothing of the other end
+            return False
         return state.split()[0] in {"Z", "X"}
 
     def readable(self, within_s: float = 0.0) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import ipaddress
 import os
 import socket
@@ -29,11 +30,15 @@ class HostInterface(NamedTuple):
     """Link speed in Mbit/s as the driver reports it; 0 where it does not (virtual interfaces)."""
 
 
+@functools.cache
 def host_identity() -> str:
-    """The kernel's boot id: equal in all processes and containers of one running kernel, new after a reboot."""
+    """The kernel's boot id: equal in all processes and containers of one running kernel, new after a reboot.
+
+    Raises `OSError` where it is there and cannot be read now: any other name would make this another host.
+    """
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:  # not a Linux kernel: the network card's address has to do
+    except FileNotFoundError:  # not a Linux kernel: the network card's address has to do
         return f"node-{uuid.getnode():012x}"
 
 
@@ -60,7 +65,7 @@ def folder_identity(folder: Path) -> str:
 
 
 def network_interfaces() -> tuple[HostInterface, ...]:
-    """The interfaces with an address, without loopback and link-local ones."""
+    """The interfaces with an address, without loopback and link-local ones. Raises `OSError`."""
     six = _ipv6()
     found: list[HostInterface] = []
     for _, name in socket.if_nameindex():
@@ -93,7 +98,7 @@ def _ipv4(name: str) -> str:
 def _ipv6() -> dict[str, list[str]]:
     """Addresses by interface. Each line is: address, index, length of the prefix, scope, flags, name."""
     found: dict[str, list[str]] = {}
-    with contextlib.suppress(OSError):  # no IPv6 here
+    with contextlib.suppress(FileNotFoundError):  # no IPv6 here
         for line in _IPV6.read_text(encoding="ascii").splitlines():
             fields = line.split()
             found.setdefault(fields[5], []).append(str(ipaddress.IPv6Address(int(fields[0], 16))))

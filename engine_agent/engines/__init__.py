@@ -15,7 +15,12 @@ if TYPE_CHECKING:
         Limitation as Limitation,
         Sight as Sight,
     )
-    from .local_process import environment_of as environment_of, start_time as start_time
+    from .local_process import (
+        ProcessesUnread as ProcessesUnread,
+        environment_of as environment_of,
+        has_ended as has_ended,
+        require_unseen as require_unseen,
+    )
     from .registry import (
         DEFAULT as DEFAULT,
         EngineConnection as EngineConnection,

@@ -1,34 +1,66 @@
 """Processes of a server on this host, as the kernel shows them: which listens on a port, whether it lives, its workers.
 
 What cannot be seen from here (another host, another container, another user) is reported as unknown, never guessed.
+An error that says nothing of a process, such as file descriptors that have run out, is raised as `ProcessesUnread`: it
+must be taken neither for the end of a server nor for another one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
+
+from ..errors import ServerError
 
 _PROC: Final = Path("/proc")
 _LISTEN: Final = "0A"
 """TCP_LISTEN, as /proc/net/tcp has it."""
 _START_FIELD: Final = 19
 """``starttime`` in /proc/PID/stat, counted after the command's closing parenthesis."""
+_UNSEEN: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM, errno.ENOTDIR})
+"""Errors that say that a process has ended, or is not shown to this one."""
+
+
+class ProcessesUnread(ServerError):
+    """The processes of this host could not be looked at. That says nothing about them."""
+
+    def __init__(self, problem: Exception) -> None:
+        super().__init__(str(_PROC), f"the processes of this host cannot be looked at: {problem}")
+
+
+@contextlib.contextmanager
+def _seen() -> Generator[None]:
+    """Leaves out what has ended meanwhile, or is not shown. Raises `ProcessesUnread` for any other error."""
+    try:
+        yield
+    except OSError as error:
+        require_unseen(error)
+
+
+def require_unseen(error: OSError) -> None:
+    """Raise `ProcessesUnread` unless `error` says that a process has ended, or is not shown to this one."""
+    if error.errno not in _UNSEEN:
+        raise ProcessesUnread(error) from error
 
 
 def listener(url: str) -> tuple[int, int] | None:
-    """Process id and start time of the process that listens on `url`'s port on this machine; None if not seen."""
+    """Process id and start time of the process that listens on `url`'s port on this machine; None if not seen.
+
+    Raises `ProcessesUnread`.
+    """
     parts = urlsplit(url)
     if parts.hostname not in {"127.0.0.1", "localhost", "::1"} or parts.port is None:
         return None
     sockets = _listening(parts.port)
     if not sockets:
         return None
-    for folder in _PROC.iterdir():
-        if folder.name.isdigit() and _holds(folder, sockets):
+    for folder in _processes():
+        if _holds(folder, sockets):
             started = start_time(int(folder.name))
             return None if started is None else (int(folder.name), started)
     return None
@@ -38,7 +70,8 @@ def loopback_of(url: str) -> str:
     """The address of the loopback at which the server of `url` reaches this process; empty if it may be elsewhere.
 
     Behind a forwarded port (of a container, by ssh) stands a server whose loopback is another one. So the listening
-    process has to be a Python of this host that can be seen from here: no port is forwarded with that.
+    process has to be a Python of this host that can be seen from here: no port is forwarded with that. Raises
+    `ProcessesUnread`.
     """
     parts = urlsplit(url)
     host = parts.hostname or ""
@@ -47,11 +80,14 @@ def loopback_of(url: str) -> str:
 
 
 def workers_of(pid: int, name: bytes) -> dict[int, int]:
-    """Start times of the processes below `pid` whose command begins with `name`, as far as they can be seen here."""
+    """Start times of the processes below `pid` whose command begins with `name`, as far as they can be seen here.
+
+    Raises `ProcessesUnread`.
+    """
     parents: dict[int, int] = {}
     workers: list[int] = []
-    for folder in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+    for folder in _processes():
+        with _seen():
             each = int(folder.name)
             parents[each] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if (folder / "cmdline").read_bytes().startswith(name):
@@ -61,8 +97,15 @@ def workers_of(pid: int, name: bytes) -> dict[int, int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Environment of a process at its start. Raises `OSError` where it may not be read, and while it begins or ends."""
-    entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    """Environment of a process at its start.
+
+    Raises `OSError` where it may not be read, and while it begins or ends; `ProcessesUnread` where it may be later.
+    """
+    try:
+        entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError as error:
+        require_unseen(error)
+        raise
     if not any(entries):
         raise ProcessLookupError(f"process {pid} has no environment: it is about to begin, or has ended")
     pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
@@ -70,13 +113,33 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def start_time(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot; None when it has ended, reaped or not."""
+    """When process `pid` started, in clock ticks since boot; None when it has ended, reaped or not.
+
+    Raises `ProcessesUnread`.
+    """
     try:
         stat = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
+    except OSError as error:
+        require_unseen(error)
         return None
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in {"Z", "X"} else int(fields[_START_FIELD])
+
+
+def has_ended(pid: int, started: int) -> bool:
+    """Whether the process that began at `started` is known to have ended."""
+    try:
+        return start_time(pid) != started
+    except ProcessesUnread:
+        return False
+
+
+def _processes() -> list[Path]:
+    try:
+        return [folder for folder in _PROC.iterdir() if folder.name.isdigit()]
+    except OSError as error:
+        require_unseen(error)
+        return []
 
 
 def _above(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
@@ -88,7 +151,7 @@ def _listening(port: int) -> set[str]:
     """Inodes of the sockets that listen on `port`, in this network namespace."""
     found: set[str] = set()
     for table in ("net/tcp", "net/tcp6"):
-        with contextlib.suppress(OSError):  # a kernel without IPv6
+        with _seen():  # nothing where a kernel has no IPv6
             for line in (_PROC / table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
@@ -98,8 +161,8 @@ def _listening(port: int) -> set[str]:
 
 def _a_python_listens(port: int) -> bool:
     sockets = _listening(port)
-    for folder in _PROC.glob("[0-9]*") if sockets else ():
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+    for folder in _processes() if sockets else ():
+        with _seen():
             if _holds(folder, sockets) and "python" in (folder / "exe").readlink().name:
                 return True
     return False
@@ -108,7 +171,8 @@ def _a_python_listens(port: int) -> bool:
 def _holds(folder: Path, sockets: set[str]) -> bool:
     try:
         return any(_socket(link) in sockets for link in (folder / "fd").iterdir())
-    except OSError:  # it ended meanwhile, or belongs to another user
+    except OSError as error:
+        require_unseen(error)
         return False
 
 

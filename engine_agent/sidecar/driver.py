@@ -70,7 +70,7 @@ from weightbus.dataplane.processes import default_runtime_dir, host_identity, op
 from weightbus.dataplane.tensors import Manifest
 from weightbus.dataplane.transports import Receiver, ReceiverContext, registry as transports
 
-from ..engines import Engine, EngineConnection, EngineFacts, open_engine, start_time
+from ..engines import Engine, EngineConnection, EngineFacts, ProcessesUnread, has_ended, open_engine
 from ..errors import EngineAgentError, ServerError, ServerInUse, ServerSilent
 from ..machine import (
     GENERATES,
@@ -128,6 +128,8 @@ _NO_ADMIN_KEY: Final = (
     "any client of the server may load, pause, release and resume its weights: give the server --admin-api-key KEY, and"
     " this agent --admin-api-key-file FILE with the same key"
 )
+_LOCATE_S: Final = 10.0
+"""Seconds to the next look where the workers are, after one that failed."""
 _ALONE_S: Final = 15.0
 """Seconds after which a sidecar whose server never answered joins without it, so that its reason is seen there."""
 _FIRST_LOOK_S: Final = 2.0
@@ -246,6 +248,7 @@ class EngineAgent:
         """Facts of the server as the coordinator was told them."""
         self._locations: tuple[str, tuple[ProcessLocation, ...]] = ("", ())
         """Identity of a process generation, and the locations of its workers."""
+        self._locate_at = 0.0
         self._around: tuple[object, ...] = ()
         self._joins_again = False
         """True if the coordinator is to be told of another process generation of the server."""
@@ -448,10 +451,21 @@ class EngineAgent:
         if facts is None:
             return False
         if self._view.up and facts.identity != self._locations[0]:
-            self._locations = facts.identity, places_of(facts)
-            self._server.set_reachable_memory(facts.identity, opened_by(facts, self._locations[1]))
+            self._locate(facts)
         self._around = self._locations, self._executor.takes, self._executor.devices, facts.unrecordable
         return self._around != before
+
+    def _locate(self, facts: EngineFacts) -> None:
+        """Find the workers of a process generation, once; again after a while where that could not be looked at."""
+        if time.monotonic() < self._locate_at:
+            return
+        try:
+            places = places_of(facts)
+            self._server.set_reachable_memory(facts.identity, opened_by(facts, places))
+            self._locations = facts.identity, places
+        except ProcessesUnread as error:
+            self._locate_at, self._locations = time.monotonic() + _LOCATE_S, ("", ())
+            self._log.warning("workers_not_located", reason=error.reason, again_s=_LOCATE_S)
 
     def _next(self) -> Event | _Stop | Noticed | None:
         try:
@@ -959,13 +973,13 @@ class ServerMonitor:
 
     def _process_ended(self) -> bool:
         process = self._known.process if self._known else None
-        return process is not None and start_time(process[0]) != process[1]
+        return process is not None and has_ended(*process)
 
     def _worker_died(self) -> bool:
         """Whether a worker has died, after which the server will end."""
         if self._process_ended():
             self._workers = {}
-        died = [pid for pid, started in self._workers.items() if start_time(pid) != started]
+        died = [pid for pid, started in self._workers.items() if has_ended(pid, started)]
         if died and self._up:
             self._up = False
             reason = f"its worker has died, process {died[0]}"

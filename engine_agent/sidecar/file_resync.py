@@ -229,14 +229,14 @@ class FileResync:
         """The committed version, if the folder has it unchanged."""
         try:
             channel = parse(coordinator.status(_STATUS_S)).channels.get(self._channel)
-        except WeightbusError as error:
+            committed = channel.committed if channel else None
+            if committed is None:
+                return None
+            place = place_of(self._root, self._channel, committed.version)
+            found = SavedVersion.read(place)
+        except (WeightbusError, OSError) as error:
             _log.warning("saved_version_not_looked_for", reason=str(error))
             return None
-        committed = channel.committed if channel else None
-        if committed is None:
-            return None
-        place = place_of(self._root, self._channel, committed.version)
-        found = SavedVersion.read(place)
         if found is not None and (found.notes.channel, found.notes.table) == (self._channel, committed.table):
             return found
         if self._said != committed.table:

@@ -89,9 +89,9 @@ class Prerecorder:
         """Keep the manifest of a version for the next life. Without it there are the checkpoint's files."""
         if not self._settings.record_ahead or copied.digest() == self._kept:
             return
-        self._kept = copied.digest()
         try:
             write_durably(self._path, copied.encode())
+            self._kept = copied.digest()
         except OSError as error:
             _log.info("manifest_not_kept", reason=str(error), path=str(self._path))
 

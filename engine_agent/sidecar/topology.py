@@ -8,6 +8,7 @@ server in another container, are not reported.
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ from weightbus.dataplane.processes import (
     network_interfaces,
 )
 
-from ..engines import EngineFacts, Limitation, environment_of
+from ..engines import EngineFacts, Limitation, ProcessesUnread, environment_of, require_unseen
 
 _PROC: Final = Path("/proc")
 _YES: Final = ("true", "1", "yes", "y")
@@ -76,7 +77,10 @@ def topology_of(
 
 
 def places_of(facts: EngineFacts) -> tuple[ProcessLocation, ...]:
-    """One for each worker; none where it cannot be found out. Takes about a second where there are GPUs."""
+    """One for each worker; none where it cannot be found out. Takes about a second where there are GPUs.
+
+    Raises `ProcessesUnread` where a later look may find it out.
+    """
     if facts.device != "cuda":
         return tuple(ProcessLocation(rank=rank, host=host_identity(), device=facts.device) for rank in range(facts.tp))
     if facts.process is None or not facts.gpus or facts.pp > 1 or facts.dp > 1:
@@ -87,6 +91,8 @@ def places_of(facts: EngineFacts) -> tuple[ProcessLocation, ...]:
         nccl_host = environment.get(NCCL_HOSTID, "")
         return tuple(_placed(facts.gpus, gpus_visible_to(environment), nccl_host, alone=alone))
     except (OSError, GpuSurveyFailed, ValueError) as problem:
+        if isinstance(problem.__cause__, OSError | subprocess.TimeoutExpired):  # the driver was not even asked
+            raise ProcessesUnread(problem.__cause__) from problem
         _log.info("gpus_not_known", reason=str(problem))
         return ()
 
@@ -96,13 +102,15 @@ def opened_by(facts: EngineFacts, places: tuple[ProcessLocation, ...]) -> str:
 
     ``cpu``, or the uuid of the first one's GPU, which the others have to reach. Shared memory is a file of its owner
     alone, in a folder that both have to see; of memory on a GPU the driver asks that both are in one IPC namespace.
-    A worker that cannot open such memory ends its server, so an unknown reach counts as none.
+    A worker that cannot open such memory ends its server, so an unknown reach counts as none. Raises `ProcessesUnread`
+    where a later look may find it out.
     """
     if facts.process is None or facts.dp > 1 or facts.pp > 1 or not places:
         return ""
     try:
         reason = _foreign(_PROC / str(facts.process[0]), facts.device)
     except OSError as problem:  # it ended, or is another user's
+        require_unseen(problem)
         reason = str(problem)
     reason = reason or _apart(places)
     if reason:

@@ -72,7 +72,12 @@ def latest(root: Path) -> int | None:
 def fingerprint(folder: Path) -> str:
     """A hash that changes whenever a file is added, removed or written."""
     seen: list[str] = []
-    for at, _, files in os.walk(folder):
+
+    def unread(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            seen.append(f"{error.filename}\0{error.errno}")
+
+    for at, _, files in os.walk(folder, onerror=unread):
         for name in files:
             path = Path(at) / name
             try:
@@ -190,8 +195,8 @@ def _place(path: Path, name: str, raw: object, data: int) -> TensorPlace:
 def _json(path: Path) -> dict[str, Any]:
     try:
         return _parse(path, path.read_bytes())
-    except OSError as error:
-        raise UnfinishedCheckpoint(path, f"it cannot be read: {error.strerror}") from error
+    except FileNotFoundError as error:
+        raise UnfinishedCheckpoint(path, "it is gone") from error
 
 
 def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

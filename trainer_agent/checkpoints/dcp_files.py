@@ -140,6 +140,8 @@ def _check_tied(folder: Path, form: _Form, prefix: str, saved: Mapping[str, Tens
         except CorruptCheckpoint as error:
             raise BadCheckpoint(folder, str(error)) from error
         except AssemblyFailed as error:
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                raise error.__cause__ from error
             raise UnfinishedCheckpoint(folder, str(error)) from error
         first, second = (state[key].to(state[one].dtype).flatten().view(torch.uint8) for key in (one, other))
         if not torch.equal(first, second):  # by bytes: what is no number is not equal to itself
@@ -167,6 +169,8 @@ def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
         raise UnfinishedCheckpoint(folder, f"there is no {METADATA}, which is written last")
     try:
         metadata = FileSystemReader(folder).read_metadata()
+    except OSError:
+        raise
     except Exception as error:  # a pickle may raise whatever it likes
         raise BadCheckpoint(folder / METADATA, f"torch cannot read it: {type(error).__name__}: {error}") from error
     ends: dict[str, int] = {}

@@ -36,7 +36,7 @@ class FolderState(enum.Enum):
     UNFINISHED = "unfinished"
     """A part of the checkpoint is missing."""
     DUE_AGAIN = "due again"
-    """Complete; its publication failed and is retried."""
+    """Its inspection or its publication failed, and is retried."""
     CLOSED = "closed"
     """Published, skipped or rejected. A rejected folder is inspected again when it changes."""
 
@@ -52,7 +52,7 @@ class FolderResult(enum.Enum):
     OLDER = "older"
     """The channel's committed version is as high, or higher."""
     FAILED = "failed"
-    """The publication failed and may succeed later."""
+    """The inspection or the publication failed, and may succeed later."""
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class WatchLimits(msgspec.Struct, frozen=True):
     settle_s: float = 5.0
     stale_s: float = 600.0
     retry_s: float = 5.0
-    """Delay before the first retry of a failed publication; doubled each time up to `longest_retry_s`."""
+    """Delay before the first retry of a failed inspection or publication; doubled each time up to `longest_retry_s`."""
     longest_retry_s: float = 120.0
 
 
@@ -157,7 +157,7 @@ class WatchMachine:
                 late = self._take(event.folders, now)
                 return (*late, *self._close_old(), *self._close_stale(now), *self._choose(now))
             case Inspected():
-                return self._inspected(event)
+                return self._inspected(event, now)
             case PublishEnded():
                 return (*self._ended(event, now), *self._close_old())
             case _:  # pragma: no cover
@@ -204,12 +204,14 @@ class WatchMachine:
         same = [each for each in self._entries.values() if each.folder.version == entry.folder.version]
         return "" if same[0] is entry else same[0].folder.name
 
-    def _inspected(self, event: Inspected) -> tuple[Effect, ...]:
+    def _inspected(self, event: Inspected, now: float) -> tuple[Effect, ...]:
         entry = self._entries[event.name]
         if event.verdict is FolderResult.FINISHED:
             return (PublishFolder(event.name, entry.folder.version),)
         if event.verdict is FolderResult.BAD:
             return (self._reject(entry, event.reason),)
+        if event.verdict is FolderResult.FAILED:
+            return self._again(entry, now)
         entry.state, entry.reason = FolderState.UNFINISHED, event.reason
         return ()
 
@@ -226,10 +228,14 @@ class WatchMachine:
             case FolderResult.BAD:
                 return (self._reject(entry, event.reason),)
             case _:
-                wait_s = min(self.limits.retry_s * 2**entry.failures, self.limits.longest_retry_s)
-                entry.failures += 1
-                entry.state, entry.due = FolderState.DUE_AGAIN, now + wait_s
-                return ()
+                return self._again(entry, now)
+
+    def _again(self, entry: _Entry, now: float) -> tuple[Effect, ...]:
+        """What was not read says nothing of the folder, whose fingerprint need not change for another look."""
+        wait_s = min(self.limits.retry_s * 2**entry.failures, self.limits.longest_retry_s)
+        entry.failures += 1
+        entry.state, entry.due = FolderState.DUE_AGAIN, now + wait_s
+        return ()
 
     def _close_old(self) -> tuple[Effect, ...]:
         skipped: list[Effect] = []

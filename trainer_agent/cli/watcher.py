@@ -155,8 +155,12 @@ class Watcher:
             return Inspected(name, FolderResult.UNFINISHED, str(error))
         except BadCheckpoint as error:
             return Inspected(name, FolderResult.BAD, str(error))
-        except OSError as error:  # it went while it was looked into
+        except FileNotFoundError as error:  # it went while it was looked into
             return Inspected(name, FolderResult.UNFINISHED, str(error))
+        except OSError as error:
+            self.metrics.add(LOOKS_FAILED, cause="checkpoint")
+            self._note("checkpoint_not_read", folder=name, error=str(error))
+            return Inspected(name, FolderResult.FAILED, str(error))
         return Inspected(name, FolderResult.FINISHED)
 
     def _publish(self, effect: PublishFolder) -> PublishEnded:

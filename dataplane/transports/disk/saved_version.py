@@ -52,12 +52,15 @@ class SavedVersion(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> SavedVersion | None:
-        """The version in `path`; None where there is none, or one that was kept without what is needed."""
+        """The version in `path`; None where there is none, or one that was kept without what is needed.
+
+        Raises `OSError` where that cannot be read.
+        """
         try:
             notes = msgspec.json.decode((path / NOTES).read_bytes(), type=Notes)
             blobs = {blob_digest(blob): blob for blob in ((path / name).read_bytes() for name in (MANIFEST, TABLE))}
             publication = (path / PUBLICATION).read_bytes()
-        except (OSError, ValueError):  # of the decoder's, too
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last one of the decoder's, too
             return None
         return cls(path, notes, blobs, publication) if {notes.manifest, notes.table} <= blobs.keys() else None
 

@@ -41,7 +41,7 @@ from ...errors import (
 from ...state_file import write_durably
 from .. import checkpoint_spec
 from ..interface import CALL_S, Engine, Limitation, Observer, Sight
-from ..local_process import loopback_of, start_time, workers_of
+from ..local_process import ProcessesUnread, has_ended, loopback_of, workers_of
 from ..registry import EngineConnection, Keys
 from . import compatibility
 from .compatibility import Dialect, dialect_of
@@ -665,7 +665,7 @@ class SGLangServer:
     def _require_pinned(self, path: str, *, asked: bool = False) -> None:
         """Raise `AnotherGeneration` where it is known without a question that the pinned one is gone."""
         process = self.facts.process
-        if self.facts.identity != self._pinned or (process is not None and start_time(process[0]) != process[1]):
+        if self.facts.identity != self._pinned or (process is not None and has_ended(*process)):
             raise AnotherGeneration(path, asked=asked)
 
     def _bind(self, path: str, deadline_s: float, *, asked: bool = False) -> None:
@@ -685,7 +685,10 @@ class SGLangServer:
         facts = self.facts
         if self._seen[0] != facts.identity:
             process = facts.process
-            self._seen = facts.identity, process is not None and bool(workers_of(process[0], WORKER))
+            try:
+                self._seen = facts.identity, process is not None and bool(workers_of(process[0], WORKER))
+            except ProcessesUnread:
+                return False  # for this call
         return self._seen[1]
 
 

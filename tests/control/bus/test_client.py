@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import threading
 import time
@@ -615,6 +616,26 @@ def test_where_an_agent_is_is_told_after_every_welcome_and_when_it_changed(there
         here[0] = "rack 2"
         client.report_topology()
         there.wait_for(lambda: told() == ["rack 1", "rack 2"])
+
+
+def test_an_agent_that_cannot_read_where_it_is_tells_it_later(
+    there: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors may have run out: half a report would be taken for the whole, and the session goes on."""
+    monkeypatch.setattr(client_module, "TOPOLOGY_AGAIN_S", 0.1)
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    def topology() -> Topology:
+        if failures:
+            raise failures.pop()
+        return Topology(request=RequestId("filled in"), network="rack 1")
+
+    settings = BusSettings(endpoint=f"tcp://127.0.0.1:{there.port}", timing=QUICK)
+    with BusClient(settings, hello, topology=topology) as client:
+        client.start(DEADLINE_S)
+        there.wait_for(lambda: any(isinstance(each, Topology) for each in there.seen))
+        assert not failures
+        client.request(Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1)))
 
 
 def test_a_coordinator_that_does_not_know_where_matters_is_spoken_to_all_the_same(

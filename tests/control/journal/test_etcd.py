@@ -55,12 +55,22 @@ def member() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"header":{"revision":"1\xff"},"succeeded":true}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"status":"ok"}', b'{"header":{"revision":"1\xff"},"succeeded":true}', b"\xff"]
+)
 def test_what_no_etcd_answers_is_no_answer(member: str, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text or not: another process may listen at the port."""
+    """Text or not: another process may listen at the port. No store is empty, and no term over, because it says so."""
     monkeypatch.setattr(_Handler, "content", content)
-    with closing(Etcd((member,), 2.0)) as etcd, pytest.raises(EtcdUnavailable, match="is it running"):
-        etcd.txn([], [])
+    with closing(Etcd((member,), 2.0)) as etcd:
+        for call in (
+            lambda: etcd.txn([], []),
+            lambda: etcd.under("a/"),
+            lambda: etcd.grant(1.0),
+            lambda: etcd.keep_alive(7),
+            lambda: etcd.revoke(7),
+        ):
+            with pytest.raises(EtcdUnavailable, match="is it running"):
+                call()
 
 
 def test_a_user_in_the_address_is_refused() -> None:

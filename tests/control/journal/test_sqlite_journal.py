@@ -40,6 +40,7 @@ from weightbus.control.protocol.messages import (
     Version,
 )
 
+from ...kit.unreadable import loop_at
 from ..journal_contract import POLICY, RECORDS, JournalContract, closed, commit, taken
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -629,3 +630,16 @@ def test_the_run_of_a_channel_is_kept_until_the_channel_is_forgotten(tmp_path: P
     earlier = SqliteJournal(tmp_path / "j")
     assert earlier.restore()[Channel("policy")].owner is None
     earlier.close()
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_one_that_was_taken_away(tmp_path: Path) -> None:
+    """A disk with an error ends no coordinator: what is to be written waits for it (F18)."""
+    journal = SqliteJournal(tmp_path / "j")
+    journal.write(taken(1))
+    log, journal._log = journal._log, loop_at(tmp_path / "loop")
+    for call in (journal.check, lambda: journal.write(taken(2))):
+        with pytest.raises(JournalUnwritable, match="cannot be looked at"):
+            call()
+    journal._log = log
+    journal.write(taken(2))
+    journal.close()

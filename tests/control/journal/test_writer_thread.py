@@ -15,6 +15,7 @@ from weightbus.control.journal.writer_thread import WriterThread
 from weightbus.control.machine.effects import AnyRecord
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 
+from ...kit.unreadable import loop_at
 from ..journal_contract import POLICY, commit, taken
 
 
@@ -156,3 +157,13 @@ def test_close_does_not_wait_for_a_hung_disk(world: World) -> None:
     world.writer.close()
     assert time.monotonic() - began < 10
     assert not world.writer.closed
+
+
+def test_a_disk_that_gives_no_answer_while_nothing_is_written_ends_nothing(world: World, tmp_path: Path) -> None:
+    """The next record finds out whether it lasts."""
+    assert world.write(taken(1)) is None
+    log, world.journal._log = world.journal._log, loop_at(tmp_path / "loop")
+    time.sleep(0.2)
+    world.writer.confirm()
+    world.journal._log = log
+    assert world.write(taken(2)) is None

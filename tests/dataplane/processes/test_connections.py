@@ -29,6 +29,7 @@ from weightbus.dataplane.processes.connections import (
     parse_tcp_address,
 )
 
+from ...kit.unreadable import no_descriptors
 from ...kit.waiting import until
 
 
@@ -64,13 +65,18 @@ def test_memory_is_taken_for_what_came_not_for_what_is_announced() -> None:
 def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
     """Also before its parent has asked how it ended, which for a worker of a server takes seconds."""
     listener = FrameListener(tmp_path / "s")
-    connect = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); time.sleep(60)"
+    connect = (
+        "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.send(b'x');"
+        "time.sleep(60)"
+    )
     child = subprocess.Popen([sys.executable, "-c", connect, os.fspath(listener.path)])
     left, right = (Frames(end) for end in socket.socketpair())
     try:
         frames = listener.accept(Deadline(30.0), "the child")
         assert not frames.peer_ended()
         assert find_ended_peer([(0, left), (1, frames)]) is None
+        with no_descriptors():
+            assert not frames.peer_ended(), "what cannot be looked at has not ended"
         child.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert frames.peer_ended(), "a zombie counts as ended"

@@ -1,5 +1,6 @@
 """Processes of a server on this host: the one behind a port is found, and no other is taken for it."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -7,8 +8,17 @@ import sys
 
 import pytest
 
-from weightbus.engine_agent.engines.local_process import listener, loopback_of, start_time
+from weightbus.engine_agent.engines.local_process import (
+    ProcessesUnread,
+    environment_of,
+    has_ended,
+    listener,
+    loopback_of,
+    start_time,
+    workers_of,
+)
 
+from ...kit.unreadable import no_descriptors
 from ...kit.waiting import has_ipv6
 
 BUSY = """
@@ -54,6 +64,29 @@ def test_a_server_that_listens_on_all_addresses_of_ipv6_is_seen(*, dual: bool) -
     """As ``--host ::`` has it: it is in another table of the kernel's."""
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=dual) as server:
         assert loopback_of(f"http://[::1]:{server.getsockname()[1]}") == "::1"
+
+
+def test_descriptors_that_have_run_out_say_nothing_of_a_process() -> None:
+    """A server that lives is taken neither for one that has ended nor for another one: its agent looks again."""
+    mine = os.getpid()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        started = start_time(mine)
+        assert started is not None
+        looks = (
+            lambda: listener(url),
+            lambda: loopback_of(url),
+            lambda: workers_of(mine, b"python"),
+            lambda: environment_of(mine),
+            lambda: start_time(mine),
+        )
+        with no_descriptors():
+            assert not has_ended(mine, started)
+            for look in looks:
+                with pytest.raises(ProcessesUnread, match="Too many open files"):
+                    look()
+        assert listener(url) == (mine, started)
+    assert has_ended(mine, started + 1)
 
 
 FORWARDER = """

@@ -18,6 +18,8 @@ from weightbus.engine_agent.sidecar import file_resync as saved_versions
 from weightbus.engine_agent.sidecar.file_resync import FileResync
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 
+from ...kit.unreadable import loop_at
+
 
 class Coordinator:
     """Says which table is committed as version 7."""
@@ -36,6 +38,28 @@ def keep(folder: Path, channel: str, manifest: bytes = b"m", table: bytes = b"t"
     files = {MANIFEST: manifest, TABLE: table, PUBLICATION: b"{}", "weightbus.json": msgspec.json.encode(notes)}
     for name, data in files.items():
         (folder / name).write_bytes(data)
+
+
+def test_a_version_that_cannot_be_read_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked for again, and the log has the reason."""
+    said: list[str] = []
+    place = place_of(tmp_path, "c", 7)
+    keep(place, "c")
+    (place / TABLE).unlink()
+    loop_at(place / TABLE)
+    channels = {"c": SimpleNamespace(committed=SimpleNamespace(version=7, table=blob_digest(b"t")))}
+    monkeypatch.setattr(saved_versions, "parse", lambda _: SimpleNamespace(channels=channels))
+    monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(warning=lambda event, **_: said.append(event)))
+    settings = EngineAgentSettings(name="e0", channel="c", server="http://127.0.0.1:1", saved_dir=tmp_path)
+    versions = FileResync(tmp_path, settings, cast("Any", None))
+    assert versions._search(cast("Any", Coordinator())) is None
+    (place / TABLE).unlink()
+    (place / TABLE).write_bytes(b"t")
+    assert versions._search(cast("Any", Coordinator())) is not None
+    versions.close()
+    assert said == ["saved_version_not_looked_for"]
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.engine_agent.engines import local_process
 from weightbus.engine_agent.engines.local_process import start_time, workers_of
 from weightbus.engine_agent.engines.sglang import server_identity as identity
 from weightbus.engine_agent.engines.sglang.server_identity import WORKER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
-from weightbus.engine_agent.errors import ServerUnreachable
+from weightbus.engine_agent.errors import ServerError, ServerUnreachable
 from weightbus.engine_agent.machine.events import ServerFound, ServerGone
 from weightbus.engine_agent.sidecar.driver import ServerMonitor
 
 from ...kit import tiny_model
 from ...kit.fake_sglang import FakeSGLang
+from ...kit.unreadable import loop_at
 from ...kit.waiting import until
 
 AT_ONCE_S = 5.0
@@ -75,6 +77,35 @@ def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
     made = FakeSGLang(tiny_model.write(tmp_path / "a", 1)).start()
     yield made
     made.stop()
+
+
+def test_a_server_whose_process_cannot_be_looked_at_is_the_same_server(
+    fake: FakeSGLang, launches: list[Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its process and its workers are taken for dead or for others' only when they are seen to be."""
+    told: queue.Queue[ServerFound | ServerGone] = queue.Queue()
+    server = SGLangServer(fake.url)
+    watch = ServerMonitor(server, told.put)
+    watch.poll()
+    first = told.get(timeout=AT_ONCE_S)
+    assert isinstance(first, ServerFound)
+    server.pin(first.identity)
+    real = local_process._PROC
+    monkeypatch.setattr(local_process, "_PROC", loop_at(tmp_path / "proc"))
+    for _ in range(3):
+        watch.poll()
+    server.set_label("5", 5)
+    with pytest.raises(ServerError, match="cannot be looked at"):
+        server.identify(5)
+    monkeypatch.setattr(local_process, "_PROC", real)
+    assert server.identify(5).identity == first.identity
+    watch.poll()
+    assert told.empty()
+    os.kill(died := launches[0].children[1], signal.SIGKILL)
+    until(lambda: start_time(died) is None, "its end", AT_ONCE_S)
+    watch.poll()
+    assert isinstance(told.get(timeout=AT_ONCE_S), ServerGone)
+    server.close()
 
 
 def test_workers_are_known_by_name_and_parent(launches: list[Launch]) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.kit.unreadable import loop_at, no_descriptors
 from tests.kit.waiting import until
 from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.messages import PeerAccess, ProcessLocation, RequestId, TransportKind
 from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu, gpus_visible_to
+from weightbus.dataplane.processes import host_facts
 from weightbus.dataplane.processes.host_facts import host_identity, network_interfaces
 from weightbus.engine_agent.engines import local_process
+from weightbus.engine_agent.engines.local_process import ProcessesUnread
 from weightbus.engine_agent.engines.sglang.compatibility import missing
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.server_identity import facts_of
@@ -105,6 +108,53 @@ def test_a_process_without_an_environment_is_not_asked_about(tmp_path: Path, mon
     assert places_of(facts(device="cuda", gpus=(0,), process=(7, 1)))
     environ.write_bytes(b"")
     assert places_of(facts(device="cuda", gpus=(0,), process=(7, 1))) == ()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_could_not_be_looked_at_is_no_finding(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: list[dict[str, str]]
+) -> None:
+    """Where workers are is found out once for each process generation: an error then would hold as long as that."""
+    given = facts(device=device, gpus=(0,), process=(os.getpid(), 1))
+    places = (ProcessLocation(rank=0, host=host_identity(), device=device),)
+    monkeypatch.setattr(whereabouts, "_PROC", loop_at(tmp_path / "proc"))
+    monkeypatch.setattr(local_process, "_PROC", tmp_path / "proc")
+    with pytest.raises(ProcessesUnread):
+        opened_by(given, places)
+    if device == "cuda":
+        with pytest.raises(ProcessesUnread):
+            places_of(given)
+        assert not driver
+
+
+def test_a_driver_that_could_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike one that says that there is no GPU, or that is not there."""
+    given = facts(device="cuda", gpus=(0,), process=(os.getpid(), 1))
+    with no_descriptors(), pytest.raises(GpuSurveyFailed) as failed:
+        gpus_visible_to({})
+
+    def unasked(_environment: object) -> object:
+        raise failed.value
+
+    def without(_environment: object) -> object:
+        raise GpuSurveyFailed("cuInit answered 100")
+
+    monkeypatch.setattr(whereabouts, "gpus_visible_to", unasked)
+    with pytest.raises(ProcessesUnread):
+        places_of(given)
+    monkeypatch.setattr(whereabouts, "gpus_visible_to", without)
+    assert places_of(given) == ()
+
+
+def test_a_host_whose_name_cannot_be_read_is_not_another_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two processes of one host would be taken for ones that share nothing."""
+    known = host_identity()
+    host_identity.cache_clear()
+    with monkeypatch.context() as broken:
+        broken.setattr(host_facts, "_BOOT_ID", loop_at(tmp_path / "boot_id"))
+        with pytest.raises(OSError, match="symbolic links"):
+            host_identity()
+    assert host_identity() == known
 
 
 def test_several_nodes_are_not_numbered() -> None:

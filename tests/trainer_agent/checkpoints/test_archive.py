@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -21,12 +22,13 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.quantize.quantize_tasks import quantize
 from weightbus.dataplane.quantize.schemes import fp8_block
 from weightbus.dataplane.transports.disk import checkpoint_files
-from weightbus.dataplane.transports.disk.checkpoint_files import NOTES, CheckpointWriter
+from weightbus.dataplane.transports.disk.checkpoint_files import NOTES, CheckpointWriter, Notes
 from weightbus.dataplane.transports.disk.saved_version import SavedVersion, leaving, place_of, staying
 from weightbus.trainer_agent.checkpoints import archive
 from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
 from weightbus.trainer_agent.machine.errors import BadCheckpoint, ConnectFailed, RoundAborted
 
+from ...kit.unreadable import loop_at
 from ...kit.waiting import until
 from ..publish.test_rounds import Deployment
 
@@ -393,6 +395,17 @@ def test_what_is_no_version_is_none(tmp_path: Path, text: bytes) -> None:
     for name in (NOTES, "weightbus-manifest.msgpack", "weightbus-table.msgpack", "weightbus-publication.json"):
         (tmp_path / name).write_bytes(text)
     assert SavedVersion.read(tmp_path) is None
+
+
+def test_what_cannot_be_read_is_not_taken_for_missing(tmp_path: Path) -> None:
+    """Without its table a version would be loaded, or gone back to, uncompared."""
+    for name in (NOTES, "weightbus-manifest.msgpack", "weightbus-publication.json"):
+        (tmp_path / name).write_bytes(b"{}")
+    (tmp_path / NOTES).write_bytes(msgspec.json.encode(Notes(channel="c", epoch=1, version=1, manifest="m", table="t")))
+    assert SavedVersion.read(tmp_path) is None, "there is no table"
+    loop_at(tmp_path / "weightbus-table.msgpack")
+    with pytest.raises(OSError, match="symbolic links"):
+        SavedVersion.read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["weightbus-manifest.msgpack", "weightbus-table.msgpack"])

@@ -150,6 +150,20 @@ def test_a_publication_that_failed_is_tried_again_later_and_later() -> None:
     assert machine.handle(listed(10, 20), now) == (Inspect("step-20"),)
 
 
+def test_an_inspection_that_failed_is_repeated_without_a_change_of_the_folder() -> None:
+    """What could not be read says nothing of the checkpoint: it is neither unfinished nor given up as stale."""
+    machine = WatchMachine(LIMITS)
+    machine.handle(listed(10), 0.0)
+    now = 5.0
+    for wait_s in (10.0, 20.0, 40.0, 40.0, 40.0):
+        assert machine.handle(listed(10), now) == (Inspect("step-10"),)
+        assert machine.handle(Inspected("step-10", FolderResult.FAILED, "Too many open files"), now) == ()
+        assert machine.handle(listed(10), now + wait_s - 0.1) == ()
+        now += wait_s
+    assert machine.handle(listed(10), now) == (Inspect("step-10"),)
+    assert machine.handle(Inspected("step-10", FolderResult.FINISHED), now) == (PublishFolder("step-10", 10),)
+
+
 def test_two_folders_of_one_version_are_told_apart() -> None:
     """The second by name is rejected: which of them is meant is not guessed."""
     machine = WatchMachine(LIMITS)

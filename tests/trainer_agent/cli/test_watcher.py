@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +19,14 @@ from safetensors.torch import save_file
 
 from weightbus.control.protocol.messages import Transfer
 from weightbus.trainer_agent.checkpoints import checkpoint_folder as folders
-from weightbus.trainer_agent.checkpoints.checkpoint_folder import LATEST, CorruptCheckpoint, SafetensorsFiles
+from weightbus.trainer_agent.checkpoints.checkpoint_folder import (
+    LATEST,
+    Checkpoint,
+    CorruptCheckpoint,
+    SafetensorsFiles,
+    open_checkpoint,
+)
+from weightbus.trainer_agent.cli import watcher as watcher_module
 from weightbus.trainer_agent.cli.commands import WatchSettings
 from weightbus.trainer_agent.cli.watcher import Watcher
 from weightbus.trainer_agent.publish.agent import TrainerAgent
@@ -223,6 +232,25 @@ def test_an_unforeseen_error_while_publishing_is_tried_again(scene: Scene, monke
     write(scene.folder / "step-2", 2)
     with pytest.raises(KeyboardInterrupt):
         scene.until(lambda: scene.engine.label == 2)
+
+
+def test_a_checkpoint_that_could_not_be_read_is_read_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in its folder changes any more: waiting for a change would be to skip it, without a word."""
+    weights = write(scene.folder / "step-1", 1)
+    scene.watcher._machine.limits = scene.watcher._machine.limits.__class__(settle_s=0.1, retry_s=0.1)
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    def opened(*given: Any, **named: Any) -> Checkpoint:
+        if failures:
+            raise failures.pop()
+        return open_checkpoint(*given, **named)
+
+    said: list[str] = []
+    monkeypatch.setattr(scene.watcher._log, "log", lambda _level, event, **_: said.append(event))
+    monkeypatch.setattr(watcher_module, "open_checkpoint", opened)
+    scene.until(lambda: scene.engine.label == 1)
+    assert scene.holds(weights)
+    assert "checkpoint_not_read" in said
 
 
 def test_a_coordinator_that_is_away_is_waited_for(scene: Scene) -> None:

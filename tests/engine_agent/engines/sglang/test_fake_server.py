@@ -134,7 +134,7 @@ def test_a_process_that_is_seen_to_be_the_server_is_asked_nothing(
     server.resume(5)
     server.confirm_label("the resume", 5)
     assert calls == ["pause_generation", "update_weight_version", "continue_generation"]
-    monkeypatch.setattr(sglang, "start_time", lambda _pid: None)
+    monkeypatch.setattr(sglang, "has_ended", lambda _pid, _started: True)
     with pytest.raises(AnotherGeneration):
         server.set_label("8", 5)
     assert fake.label == "7"
