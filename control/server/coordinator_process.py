@@ -104,10 +104,11 @@ class CoordinatorProcess:
                 writer=writer,
             )
             self._refused = bus.refused
+            self.registry = metrics.registry
             self.http = HttpPort(
                 settings.http_bind,
                 settings.http_port,
-                registry=metrics.registry,
+                registry=self.registry,
                 refresh=show,
                 readiness=self.readiness,
                 warnings=self.warnings,

@@ -92,11 +92,12 @@ def test_loaders_are_recorded_before_the_coordinator_hears_of_the_engines(fleet:
     packs = "amx_tile" in Path("/proc/cpuinfo").read_text()
     for name, workers in (("one", 1), ("two", 2)):
         said = (fleet.folder / f"sidecar-{name}.log").read_text()
+        joined = said.rfind('"joined"')  # at first without its server, where that took its time to start
         if packs:
-            assert -1 < said.find("lays weights out anew") < said.find("joined"), said
+            assert -1 < said.find("lays weights out anew") < joined, said
             assert _recordings(fleet, name) == (0, 0)
             continue
-        assert -1 < said.find("recorded_ahead") < said.find("joined"), said
+        assert -1 < said.find("recorded_ahead") < joined, said
         assert "not_recorded_ahead" not in said
         assert _recordings(fleet, name) == (workers, 0)
 

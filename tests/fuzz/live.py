@@ -97,12 +97,12 @@ class Target:
     def metric(self, name: str, **labels: str) -> float:
         """A sample as a scrape shows it: gauges and connections are brought up to date by being asked for."""
         urllib.request.urlopen(f"http://127.0.0.1:{self.service.http.port}/metrics", timeout=DEADLINE_S).close()
-        registry: CollectorRegistry = self.service.http._registry
+        registry: CollectorRegistry = self.service.registry
         return registry.get_sample_value(f"weightbus_{name}", labels or None) or 0.0
 
     @property
     def refused(self) -> int:
-        registry: CollectorRegistry = self.service.http._registry
+        registry: CollectorRegistry = self.service.registry
         samples = [s for family in registry.collect() for s in family.samples]
         dropped = self.service.server._bus.throttled.total()  # type: ignore[attr-defined]  # it is a RouterBus
         return dropped + int(sum(s.value for s in samples if s.name == "weightbus_messages_refused_total"))

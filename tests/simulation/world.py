@@ -144,6 +144,8 @@ class World:
         """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
         self._foreign_since: dict[str, float] = {}
+        self._foreign_in: dict[str, int] = {}
+        """Life of the agent in which another party loaded its server: a later life has nothing to compare with (N57)."""
         """Engine -> since when its agent could have done something about what another party did."""
         self._orphan_since: dict[tuple[str, int], float] = {}
         """Engine and life of its agent -> since when it is against the promises of an orphan."""
@@ -472,7 +474,7 @@ class World:
             server, machine = engine.server, engine.machine
             runs = machine is not None and not engine.frozen and server.up and not server.frozen and machine.up
             free = runs and machine is not None and machine.pause_lease.given and not machine.view().doing
-            if not server.foreign or not free:
+            if not server.foreign or not free or self._foreign_in.get(name, engine.life) != engine.life:
                 self._foreign_since.pop(name, None)
             elif self.loop.now - self._foreign_since.setdefault(name, self.loop.now) > FOREIGN_S:
                 server.foreign = False
@@ -593,6 +595,7 @@ class World:
                 if self.engines[target].watches:
                     label = self.servers[target].label if self.engines[target].knows_weights else "77"
                     self.servers[target].load_foreign(label=label)
+                    self._foreign_in[target] = self.engines[target].life
             case "foreign-resume":
                 self._resume_foreign(target, self.loop.now + lasts)
             case "corrupt":

@@ -101,7 +101,7 @@ def test_an_engine_left_behind_serves_until_max_lag_and_waits_then(deployment: t
     miss(world, trainer, late, 3)
     assert world.ready == ("e0",)
     view = world.machine.status(world.now).channels["policy"].engines["e1"]
-    assert (view.lag, view.reason) == (2, "holds version 1, committed is 3, and max_lag is 1")
+    assert (view.lag, view.reason) == (2, "prepare: broke; holds version 1, committed is 3, and max_lag is 1")
     assert world.publish(trainer, 4).outcome is Outcome.COMMITTED
     assert world.ready == ("e0", "e1")
 

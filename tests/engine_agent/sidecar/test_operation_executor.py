@@ -62,6 +62,8 @@ from weightbus.engine_agent.sidecar import operation_executor as module
 from weightbus.engine_agent.sidecar.operation_executor import VERIFY_S, OperationExecutor, WorkerHealth, proof_s
 from weightbus.engine_agent.sidecar.topology import places_on
 
+from ...kit.waiting import until
+
 TRANSFER = Transfer(
     channel=Channel("c"),
     epoch=Epoch(1),
@@ -117,9 +119,13 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
     assert result == OperationFailed(result.reason, dirty=False)
     assert "(unknown_signer)" in result.reason
     (tmp_path / ALLOW_LIST_FILE).unlink()
-    result = made.perform(Validate(msgspec.structs.replace(prepare, publication_signature=signed), ""))
-    assert isinstance(result, OperationFailed)
-    assert "(unknown_signer)" in result.reason
+
+    def reason() -> str:
+        result = made.perform(Validate(msgspec.structs.replace(prepare, publication_signature=signed), ""))
+        assert isinstance(result, OperationFailed)
+        return result.reason
+
+    until(lambda: "(unknown_signer)" in reason(), "the list to be read again")
 
 
 def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:

@@ -210,7 +210,7 @@ class Deployment:
     def other_publishes(self, version: int) -> PublishReport:
         """A trainer of its own, that waits for the lock only shortly."""
         source = FakeSource(self.sources[0].weights)
-        with self._agent(source, name="other", acquire_timeout_s=0.3) as other:
+        with self._agent(source, name="other", run="trainer", acquire_timeout_s=0.3) as other:
             return other.publish(version)
 
     def begin(self, version: int, seed: int) -> Future[PublishReport]:

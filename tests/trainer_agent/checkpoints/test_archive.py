@@ -158,7 +158,7 @@ def test_a_version_that_is_not_committed_leaves_nothing(deployment: Deployment, 
     """Its buckets were on the disk already; the next version that is committed is kept."""
     served(tmp_path)
     deployment.engine("e0")
-    deployment.connect(min_engines=2, **saving(tmp_path, save_every=1))
+    deployment.connect(min_engines=2, engines_timeout_s=0.3, **saving(tmp_path, save_every=1))
     with pytest.raises(RoundAborted):
         deployment.publish(1)
     assert names(tmp_path) == set()

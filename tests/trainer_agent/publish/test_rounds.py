@@ -280,7 +280,7 @@ def test_a_rank_that_fails_aborts_the_round_and_engines_keep_serving(deployment:
 def test_without_enough_engines_the_round_is_aborted(deployment: Deployment) -> None:
     """The trainer's policy is the coordinator's; the error is typed on every rank."""
     deployment.engine("e0")
-    deployment.connect(min_engines=2)
+    deployment.connect(min_engines=2, engines_timeout_s=0.3)
     with pytest.raises(RoundAborted):
         deployment.publish(1)
 
