@@ -535,7 +535,7 @@ def test_friend_with_a_key(tmp_path: Path) -> None:
                     other.start(0.1)
                 return str(why.value)
 
-            coordinator.wait_for(lambda: "public key" in unheard())
+            coordinator.wait_for(lambda: "has another key for it" in unheard())
     finally:
         coordinator.die()
 
