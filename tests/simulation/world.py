@@ -144,9 +144,9 @@ class World:
         """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
         self._foreign_since: dict[str, float] = {}
-        self._foreign_in: dict[str, int] = {}
-        """Life of the agent in which another party loaded its server: a later life has nothing to compare with (N57)."""
         """Engine -> since when its agent could have done something about what another party did."""
+        self._foreign_in: dict[str, int] = {}
+        """Engine -> life of its agent in which another party loaded its server: a later one cannot tell (N57)."""
         self._orphan_since: dict[tuple[str, int], float] = {}
         """Engine and life of its agent -> since when it is against the promises of an orphan."""
         self._unsaid_since: float | None = None
