@@ -75,6 +75,7 @@ def test_all_ranks_of_a_job_end_at_once(tmp_path: Path, coordinator: str, how: s
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )
     try:
         until(lambda: said.read_text().count('{"rank"') == 2, "both ranks to publish", deadline_s=120.0)
