@@ -208,7 +208,7 @@ class BusClient:
                     else "Start the coordinator with --insecure-loopback too, or give this agent --keys; see that the"
                     " port is its --router-port"
                 )
-            case LinkProblem.NOBODY:
+            case LinkProblem.NOT_LISTENING:
                 found = "nothing listens there"
                 advice = "Start `weightbus coordinator` there, or name its host and --router-port with --coordinator"
             case _:

@@ -333,9 +333,7 @@ class AgentSession:
             case _:
                 return self.welcome is not None
 
-    def _message_arrived(  # one case per message
-        self, message: ToAgent, blob: bytes | None, now: float
-    ) -> tuple[SessionEffect, ...]:
+    def _message_arrived(self, message: ToAgent, blob: bytes | None, now: float) -> tuple[SessionEffect, ...]:
         match message:
             case Welcome():
                 return self._welcomed(message, now)

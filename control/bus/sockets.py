@@ -730,7 +730,7 @@ class LinkProblem(enum.Enum):
     """The coordinator refused the agent's key."""
     OTHER_KEY = "other key"
     """The handshake broke off: another coordinator key than the agent was given, or no coordinator."""
-    NOBODY = "nobody"
+    NOT_LISTENING = "not listening"
     """Nothing listens at the endpoint."""
 
 
@@ -819,9 +819,9 @@ class DealerLink:
                 if self.problem is not LinkProblem.UNTRUSTED:
                     self.problem = LinkProblem.OTHER_KEY
             case zmq.EVENT_CONNECT_RETRIED:
-                self.problem = self.problem or LinkProblem.NOBODY
+                self.problem = self.problem or LinkProblem.NOT_LISTENING
             case zmq.EVENT_CONNECTED:
-                self.problem = None if self.problem is LinkProblem.NOBODY else self.problem
+                self.problem = None if self.problem is LinkProblem.NOT_LISTENING else self.problem
             case _:
                 pass
 

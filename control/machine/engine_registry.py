@@ -35,6 +35,7 @@ from ..protocol import (
     TrainerInfo,
     TransportKind,
     Version,
+    lasting,
 )
 from .effects import ReadinessChanged, RoundReadiness
 from .membership import Agent
@@ -198,8 +199,7 @@ class EngineRecord(msgspec.Struct, kw_only=True):
 
     def trouble_for(self, now: float) -> str:
         """The trouble with its duration; empty without any."""
-        found, colon, advice = self.trouble.partition(": ")
-        return f"{found} for {max(0.0, now - self.trouble_since):.0f} s{colon}{advice}" if found else ""
+        return lasting(self.trouble, now - self.trouble_since)
 
     def note_memory(self, committed: HeldVersion | None, *, released: bool) -> None:
         """Record whether its memory is released; `committed` is the current version."""

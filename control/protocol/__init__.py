@@ -15,6 +15,7 @@ from .codec import (
     MessageType as MessageType,
     clip as clip,
     clip_each as clip_each,
+    lasting as lasting,
     pack as pack,
     unpack as unpack,
 )

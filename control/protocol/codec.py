@@ -169,6 +169,12 @@ def clip(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
     return text[:half] + mark + text[-half:]
 
 
+def lasting(reason: str, seconds: float) -> str:
+    """`reason` with its duration, which stands before its first colon and space; empty without one."""
+    found, colon, advice = reason.partition(": ")
+    return f"{found} for {max(0.0, seconds):.0f} s{colon}{advice}" if found else ""
+
+
 def clip_each(text: str, count: int) -> str:
     """`text`, cut so that `count` texts of that length fit into one message."""
     room = MAX_REASONS_BYTES // max(1, count)

@@ -49,6 +49,7 @@ from weightbus.control.protocol import (
     WeightbusError,
     Welcome,
     clip,
+    lasting,
 )
 from weightbus.control.security import AllowList, agent_key_files, allow_list_path
 from weightbus.control.server import (
@@ -173,10 +174,9 @@ class Trouble(msgspec.Struct, frozen=True):
     since: float
     starting: bool = False
 
-    def lasting(self, now: float) -> str:
-        """The reason with its duration, which stands before the first colon."""
-        found, colon, advice = self.reason.partition(": ")
-        return f"{found} for {now - self.since:.0f} s{colon}{advice}"
+    def lasting(self) -> str:
+        """The reason with its duration until now."""
+        return lasting(self.reason, time.monotonic() - self.since)
 
 
 class EngineAgent:
@@ -333,7 +333,7 @@ class EngineAgent:
             if up or time.monotonic() < until:
                 continue
             trouble = self._trouble()
-            said = trouble.lasting(time.monotonic()) if trouble else f"no server at {self.settings.server}"
+            said = trouble.lasting() if trouble else f"no server at {self.settings.server}"
             if wait_s >= self.settings.start_timeout_s:
                 raise EngineAgentError(f"{said}; given up after {self.settings.start_timeout_s:g} s")
             self._log.warning("server_not_reached", server=self.settings.server, reason=said)
@@ -414,15 +414,15 @@ class EngineAgent:
             try:
                 return bus.start(TICK_S)
             except (CoordinatorUnreachable, RequestRefused) as error:
-                refused = isinstance(error, RequestRefused)
-                if (isinstance(error, RequestRefused) and not error.retry_after_s) or time.monotonic() >= until:
+                refusal = error if isinstance(error, RequestRefused) else None
+                if (refusal is not None and not refusal.retry_after_s) or time.monotonic() >= until:
                     raise
                 self._unwelcome = str(error)
                 if time.monotonic() >= told_at + _TELL_S:
                     told_at = time.monotonic()
-                    self._log.warning("hello_refused" if refused else "coordinator_unreachable", reason=str(error))
-                if isinstance(error, RequestRefused):
-                    self._refused(error)
+                    self._log.warning("hello_refused" if refusal else "coordinator_unreachable", reason=str(error))
+                if refusal is not None:
+                    self._refused(refusal)
                 self._catch_up()
 
     def _catch_up(self) -> None:
@@ -752,7 +752,7 @@ class EngineAgent:
         committed = bus.committed if bus else None
         if (trouble := self._trouble()) is not None:
             starting = "starting: " if trouble.starting else ""
-            return Readiness(False, f"{starting}{trouble.lasting(time.monotonic())}")
+            return Readiness(False, f"{starting}{trouble.lasting()}")
         if bus is None and self._unwelcome:
             return Readiness(False, f"not joined: {self._unwelcome}")
         if not view.up or view.health is not EngineHealth.CLEAN:
