@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -25,7 +27,7 @@ def test_differences_are_those_of_a_comparison_by_element(data: st.DataObject) -
     torch.manual_seed(data.draw(st.integers(0, 99)))
     memories: list[list[torch.Tensor]] = [[] for _ in range(RANKS)]
     held: list[list[Shard]] = [[] for _ in range(RANKS)]
-    seen: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+    seen: dict[str, list[tuple[torch.Tensor, torch.Tensor, str]]] = {}
     for spec in TENSORS:
         whole = torch.randn(spec.shape).to(getattr(torch, spec.dtype))
         for rank in range(RANKS):
@@ -41,7 +43,7 @@ def test_differences_are_those_of_a_comparison_by_element(data: st.DataObject) -
             memories[rank].append(value)
             full = torch.full(spec.shape, torch.nan)
             full[first:last] = value.float()
-            seen.setdefault(spec.name, []).append((rank, full, ~torch.isnan(full)))
+            seen.setdefault(spec.name, []).append((full, ~torch.isnan(full), dtype))
     shards = Shards.join([Shards.of(TENSORS, mine, rank) for rank, mine in enumerate(held)])
 
     units = find_replicas(shards)
@@ -49,18 +51,17 @@ def test_differences_are_those_of_a_comparison_by_element(data: st.DataObject) -
     tables = [digest_replicas(units.of_rank(rank), memories[rank], device, engine) for rank in range(RANKS)]
     count, first_ones = units.differing(tables)
 
-    expected = {
-        name
-        for name, copies in seen.items()
-        if any(
-            bool((a[both] != b[both]).any())
-            for rank, a, here in copies
-            for other, b, there in copies
-            if rank < other and (both := here & there).any()
-        )
-    }
+    expected = {spec.name for spec in TENSORS if _differ(seen[spec.name], spec.dtype)}
     assert {TENSORS[each.index].name for each in first_ones} == expected
     assert count == len(expected)
     for each in first_ones:
         assert each.ranks[0][0] == min(rank for side in each.ranks for rank in side)
         assert len(each.ranks) > 1
+
+
+def _differ(copies: list[tuple[torch.Tensor, torch.Tensor, str]], served: str) -> bool:
+    """Whether two copies differ in an element that both hold: as they are kept, or as served if dtypes differ."""
+    meet = [(one, other, both) for one, other in combinations(copies, 2) if bool((both := one[1] & other[1]).any())]
+    dtypes = {dtype for one, other, _ in meet for dtype in (one[2], other[2])}
+    compared = getattr(torch, served if len(dtypes) > 1 else max(dtypes, default=served))
+    return any(bool((one[0][both].to(compared) != other[0][both].to(compared)).any()) for one, other, both in meet)
