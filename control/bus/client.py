@@ -607,7 +607,7 @@ class BusClient:
 
 def _as_before(hello: Hello) -> Hello:
     """`hello` without what coordinators of earlier releases do not know."""
-    engine = hello.engine and msgspec.structs.replace(hello.engine, generation="", follows="")
+    engine = hello.engine and msgspec.structs.replace(hello.engine, generation="", follows="", socket="")
     return msgspec.structs.replace(hello, engine=engine)
 
 

@@ -168,7 +168,7 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     def as_info(self) -> EngineInfo:
         """The engine's description for trainers, with its present health and version.
 
-        Its generation concerns the coordinator alone, and trainers of earlier releases do not know these fields.
+        Its generation and socket concern the coordinator alone, and trainers of earlier releases do not know them.
         """
         known = self._info
         if (
@@ -184,6 +184,7 @@ class EngineRecord(msgspec.Struct, kw_only=True):
                 memory_released=self.memory_released,
                 generation="",
                 follows="",
+                socket="",
             )
         return known
 

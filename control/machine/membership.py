@@ -5,10 +5,11 @@ when the old one was silent for `takeover_s`: long enough for several heartbeats
 sidecar that was killed and restarted to be back before it counts as lost.
 
 A server belongs to one engine agent at a time, in all channels: two agents would pause and load it against each other,
-and the ready list would name it twice. Two agents have one server if they name one URL, or if what the server says of
-its launch is equal: it may be reached at several addresses. Another agent gets the server once the first one has said
-Bye or is lost, not while it may still reconnect: a short disconnect must not hand a server to an agent that was started
-by mistake.
+and the ready list would name it twice. Two agents have one server if they name one URL, if what the server says of its
+launch is equal (it may be reached at several addresses), or if it listens on one socket (which outlasts a launch: until
+the first agent has seen the new one, or is lost, its entry stands for the socket). Another agent gets the server once
+the first one has said Bye or is lost, not while it may still reconnect: a short disconnect must not hand a server to an
+agent that was started by mistake.
 
 At most one trainer may publish in a channel, under an epoch that only grows. The lease keeps trainers from wasted work.
 The epoch is what keeps a former holder from changing anything: every receiver compares it, whatever the clock says.
@@ -127,9 +128,9 @@ class Membership:
         found = f"{rival.name!r} of channel {rival.channel!r} answers for the server at {url}"
         advice = "if they are different servers, tell each agent with --url where clients reach its own"
         if rival.engine and _address(rival.engine) != _address(hello.engine):
-            found = (
-                f"{found}, which it reaches at {rival.engine.url} (both are one process, by what it says of its start)"
-            )
+            same = rival.engine.generation == hello.engine.generation
+            why = "one process, by what it says of its start" if same else "one listening socket of one host"
+            found = f"{found}, which it reaches at {rival.engine.url} (both are {why})"
             advice = f"if {hello.agent!r} is for another server, give it the address of that one with --server"
         reason = f"{found}, last heard of {now - rival.heard_at:.1f} s ago: one server, one agent. Stop one of the two;"
         return Decision(RefusalCode.SERVER_TAKEN, f"{reason} {advice}", self._limits.takeover_s)
@@ -283,10 +284,11 @@ class Membership:
 
 
 def _servers(engine: EngineInfo | None) -> tuple[str, ...]:
-    """Keys of an agent's server: its URL and, where the server tells it, its process generation."""
+    """Keys of an agent's server: its URL and, as far as they are known, its process generation and its socket."""
     if engine is None:
         return ()
-    return (_address(engine), f"generation {engine.generation}") if engine.generation else (_address(engine),)
+    known = ("generation", engine.generation), ("socket", engine.socket)
+    return (_address(engine), *(f"{what} {value}" for what, value in known if value))
 
 
 def _address(engine: EngineInfo) -> str:

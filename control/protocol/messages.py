@@ -301,6 +301,9 @@ class EngineInfo(Fragment, frozen=True):
     follows: Text = ""
     """Key of the `Hello` whose `Welcome` came last before the agent wrote down what it knows of that generation; empty:
     it knows nothing of it."""
+    socket: Text = ""
+    """The socket on which the server listens, as its agent's kernel shows it: host, network namespace, address, port.
+    One launch follows another on it. Empty: not seen by the agent."""
 
 
 class TrainerInfo(Fragment, frozen=True):

@@ -49,6 +49,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Process generation by the server's own account: the same for every agent that reaches it, at whatever address.
 
     Empty where the server tells nothing that another launch would not tell too."""
+    socket: str = ""
+    """`local_process.listening_socket` of the server; empty where it is not seen from here."""
     version: str
     """Of the server's software."""
     tp: int

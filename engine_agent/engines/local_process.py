@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import re
+import socket
+import sys
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
+
+from weightbus.dataplane.processes import network_identity
 
 from ..errors import ServerError
 
 _PROC: Final = Path("/proc")
 _LISTEN: Final = "0A"
 """TCP_LISTEN, as /proc/net/tcp has it."""
+_OPEN: Final = frozenset({"01", "03"})
+"""TCP_ESTABLISHED, and TCP_SYN_RECV: the last acknowledgement of a connection may still be under way."""
+_CONNECT_S: Final = 2.0
 _START_FIELD: Final = 19
 """``starttime`` in /proc/PID/stat, counted after the command's closing parenthesis."""
 _UNSEEN: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM, errno.ENOTDIR})
 """Errors that say that a process has ended, or is not shown to this one."""
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""File descriptors have run out, here or on this host."""
 
 
 class ProcessesUnread(ServerError):
@@ -64,6 +74,34 @@ def listener(url: str) -> tuple[int, int] | None:
             started = start_time(int(folder.name))
             return None if started is None else (int(folder.name), started)
     return None
+
+
+def listening_socket(url: str) -> str:
+    """The socket that listens for `url`: host, network namespace, address and port; empty if it is not seen from here.
+
+    Whatever address leads to it, and whichever process has it: only one socket has that address at a time, so a server
+    that is launched again has the same. A connection is followed to its other end in the kernel's table, because a
+    local address may lead elsewhere (forwarded ports, service addresses). Raises `ProcessesUnread`.
+    """
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return ""
+    try:
+        with socket.create_connection((parts.hostname, parts.port or 80), _CONNECT_S) as line:
+            ours, table = _endpoint(*line.getsockname()[:2]), tuple(_tcp_table())
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise ProcessesUnread(error) from error
+        return ""
+    here = network_identity()
+    other_end = next((each.local for each in table if each.remote == ours and each.state in _OPEN), None)
+    if not here or other_end is None:
+        return ""
+    anywhere = ("0.0.0.0", "::") if "." in other_end.address else ("::",)  # noqa: S104  # compared, not bound
+    listening = {each.local for each in table if each.state == _LISTEN}
+    wanted = (_Endpoint(address, other_end.port) for address in (other_end.address, *anywhere))
+    found = next((each for each in wanted if each in listening), None)
+    return f"{here}/{found.address}:{found.port}" if found else ""
 
 
 def loopback_of(url: str) -> str:
@@ -147,16 +185,47 @@ def _above(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
         yield pid
 
 
-def _listening(port: int) -> set[str]:
-    """Inodes of the sockets that listen on `port`, in this network namespace."""
-    found: set[str] = set()
+class _Endpoint(NamedTuple):
+    """One end of a connection. IPv4 addresses are written as such, also where a socket of IPv6 has them."""
+
+    address: str
+    port: int
+
+
+class _TcpSocket(NamedTuple):
+    """A row of the kernel's table."""
+
+    local: _Endpoint
+    remote: _Endpoint
+    state: str
+    inode: str
+
+
+def _tcp_table() -> Iterator[_TcpSocket]:
+    """The TCP sockets of this network namespace."""
     for table in ("net/tcp", "net/tcp6"):
         with _seen():  # nothing where a kernel has no IPv6
             for line in (_PROC / table).read_text().splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.add(fields[9])
-    return found
+                yield _TcpSocket(_endpoint_in(fields[1]), _endpoint_in(fields[2]), fields[3], fields[9])
+
+
+def _endpoint_in(field: str) -> _Endpoint:
+    """An end as the table has it: words of the address in the machine's byte order, and the port."""
+    words, _, port = field.partition(":")
+    raw = b"".join(int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
+    return _endpoint(socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw), int(port, 16))
+
+
+def _endpoint(address: str, port: int) -> _Endpoint:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return _Endpoint(str(mapped or parsed), port)
+
+
+def _listening(port: int) -> set[str]:
+    """Inodes of the sockets that listen on `port`, in this network namespace."""
+    return {each.inode for each in _tcp_table() if each.state == _LISTEN and each.local.port == port}
 
 
 def _a_python_listens(port: int) -> bool:

@@ -666,6 +666,7 @@ class EngineAgent:
             memory_released=view.memory_released,
             generation=facts.generation,
             follows=view.follows,
+            socket=facts.socket,
         )
         return self._hello_of(info)
 

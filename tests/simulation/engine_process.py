@@ -130,6 +130,8 @@ class EngineProcess(Process):
         """Every third engine takes versions beside the weights that it serves."""
         self.proves_itself = sum(self.name.encode()) % 2 == 1
         """Every second one compares what it holds while it takes it, where it can."""
+        self.socket = f"host/{server.name}" if sum(self.name.encode()) % 2 == 1 else ""
+        """Every second one reaches its server within one network namespace, and sees where that listens."""
         self.machine: EngineMachine | None = None
         self.client: Client | None = None
 
@@ -555,6 +557,7 @@ class EngineProcess(Process):
             held=view.held,
             generation=self._identity(),
             follows=view.follows,
+            socket=self.socket,
         )
         return Hello(
             request=RequestId("filled-in-by-the-client"),

@@ -31,6 +31,7 @@ from weightbus.control.protocol.messages import (
     Commit,
     Granted,
     HeldVersion,
+    Hello,
     Offered,
     Outcome,
     Pause,
@@ -78,7 +79,8 @@ INVARIANTS: Final = {
     "same-answer": "the same request gets the same answer",
     "ready-is-ready": "an engine listed as ready holds the bits of the committed version, or of one that the policy"
     " still allows, and was heard of lately",
-    "listed-once": "no server is listed as ready under two names",
+    "listed-once": "no server is listed as ready under two names; where its first agent sees no socket of it, and says"
+    " nothing of its new launch, no longer than it takes to lose that agent",
     "commit-verified": "a version is committed only when a server has held exactly its buckets",
     "enough-engines": "a version is committed only with as many verified engines as its trainer asked for",
     "left-alone": "an engine without a transport is told nothing of a round, and is listed only once it said"
@@ -99,6 +101,8 @@ INVARIANTS: Final = {
 READY_GRACE_S: Final = 25.0
 """How long a server that changed by itself, or whose agent is silent, may stay listed: the silence after which an agent
 counts as lost, twice."""
+LISTED_TWICE_S: Final = 11.0
+"""How long that may be: `silence_s`, and a second for the coordinator to take it up."""
 REMEMBERED: Final = (Acquire, Release, Publish, Offered, Sent, Abandon)
 
 
@@ -178,6 +182,10 @@ class Judge:
         self._asked: dict[str, type] = {}
         self._ready: dict[str, float | None] = {}
         """Engine -> since when the truth speaks against it."""
+        self._twice: dict[str, float] = {}
+        """Server -> since when it is listed under two names (N47)."""
+        self._launches: dict[str, str] = {}
+        """Engine -> the launch of its server that its last `Hello` named."""
         self._spoke_at: dict[str, float] = {}
         """Engine -> when it last said that it serves."""
         self._joined_at: dict[str, float] = {}
@@ -333,6 +341,8 @@ class Judge:
         """The coordinator takes up what an agent says."""
         if isinstance(message, Serving):
             self._spoke_at[agent] = self._world.loop.now
+        if isinstance(message, Hello) and message.engine is not None:
+            self._launches[agent] = message.engine.generation
 
     def _is_apart(self, engine: str, epoch: int) -> bool:
         """Whether the round of `epoch` is a trainer's that has no transport for the engine."""
@@ -406,6 +416,7 @@ class Judge:
         """Another life of the coordinator: what lived in memory is answered anew."""
         self._answers.clear()
         self._ready.clear()
+        self._twice.clear()
         self._joined_at.clear()
         self._rolling = None
 
@@ -429,7 +440,10 @@ class Judge:
             server = self._world.server(engine)
             names = [name for name in self._ready if self._world.server(AgentId(name)) is server]
             if len(names) > 1:
-                self.broken("listed-once", f"{server.name} is listed as {names}")
+                launches = {self._launches[name] for name in names}
+                if len(launches) < len(names) or self._world.engines[server.name].socket:
+                    self.broken("listed-once", f"{server.name} is listed as {names}")
+                self._twice.setdefault(server.name, self._world.loop.now)
             silent = self._spoke_at.get(engine, 0.0) < self._joined_at.get(engine, 0.0)
             if silent and self._world.engines[engine].apart_from:
                 self.broken("left-alone", f"{engine} is listed as ready, and has not said that it serves")
@@ -442,6 +456,11 @@ class Judge:
     def look_at_ready(self, *, fresh: bool) -> None:
         """Compare the ready list with the servers. `fresh`: the coordinator was away, and has just begun to listen."""
         now = self._world.loop.now
+        for server, since in tuple(self._twice.items()):
+            if sum(self._world.server(AgentId(name)).name == server for name in self._ready) < 2:
+                del self._twice[server]
+            elif now - since > LISTED_TWICE_S and not fresh:
+                self.broken("listed-once", f"{server} has been listed under two names for {now - since:.0f} s")
         for name, since in self._ready.items():
             against = self._against(name)
             if not against:

@@ -701,7 +701,14 @@ MUTATIONS: Final = (
         "a-server-is-known-by-its-address-alone",
         "listed-once",
         MEMBERSHIP,
-        'return (_address(engine), f"generation {engine.generation}") if engine.generation else (_address(engine),)',
-        "return (_address(engine),)",
+        'known = ("generation", engine.generation), ("socket", engine.socket)',
+        'known = (("socket", ""),)',
+    ),
+    _m(  # found by the simulation in our own code
+        "a-new-launch-on-a-socket-counts-as-another-server",
+        "listed-once",
+        MEMBERSHIP,
+        'known = ("generation", engine.generation), ("socket", engine.socket)',
+        'known = (("generation", engine.generation),)',
     ),
 )

@@ -41,7 +41,7 @@ from ...errors import (
 from ...state_file import write_durably
 from .. import checkpoint_spec
 from ..interface import CALL_S, Engine, Limitation, Observer, Sight
-from ..local_process import ProcessesUnread, has_ended, loopback_of, workers_of
+from ..local_process import ProcessesUnread, has_ended, listening_socket, loopback_of, workers_of
 from ..registry import EngineConnection, Keys
 from . import compatibility
 from .compatibility import Dialect, dialect_of
@@ -122,9 +122,13 @@ class SGLangServer:
         facts = facts_of(server, model, self.url)
         identity = self._memory.identity_of(facts.identity)
         reason = self._unrecordable[1] if self._unrecordable[0] == identity else ""
-        facts = msgspec.structs.replace(facts, identity=identity, undefined=self._memory.undefined, unrecordable=reason)
+        before = self._facts if self._facts is not None and self._facts.identity == identity else None
+        socket = before.socket if before else listening_socket(self.url)
+        facts = msgspec.structs.replace(
+            facts, identity=identity, socket=socket, undefined=self._memory.undefined, unrecordable=reason
+        )
         self._dialect = dialect_of(facts.version, self._override)
-        known = self._facts is not None and self._facts.identity == facts.identity
+        known = before is not None
         if self._facts is not None and not known:
             self._session, self._dirty = False, False
             self._cut()

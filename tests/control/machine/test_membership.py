@@ -354,6 +354,35 @@ def test_a_generation_is_free_once_its_agent_is_gone(way: str) -> None:
     assert world.ready == ("e1",)
 
 
+@pytest.mark.parametrize("channel", [CHANNEL, Channel("other")])
+def test_a_new_launch_on_the_same_socket_is_the_same_server(channel: Channel) -> None:
+    """The first agent stands still while its server is launched again, and keeps it until it is lost (G7, N47)."""
+    world = World()
+    first = world.engine("e0", url="http://127.0.0.1:30000", generation="g1", socket="host/net:[1]/0.0.0.0:30000")
+    again = engine_info(url="http://localhost:30000", generation="g2", socket="host/net:[1]/0.0.0.0:30000")
+    found = answer(world, msgspec.structs.replace(HELLO, channel=channel, engine=again))
+    assert isinstance(found, Refused)
+    assert found.code is RefusalCode.SERVER_TAKEN
+    assert "both are one listening socket of one host" in found.reason
+    assert world.ready == ("e0",)
+    first.info = msgspec.structs.replace(again, url="http://127.0.0.1:30000")
+    first.say(first.hello())
+    world.settle()
+    assert refusals(world, "e0") == [], "its own agent says Hello for the new launch"
+    first.die()
+    world.advance(world.limits.silence_s + 1)
+    taken = answer(world, msgspec.structs.replace(HELLO, request=RequestId("r2"), channel=channel, engine=again))
+    assert isinstance(taken, Welcome)
+
+
+def test_servers_on_other_sockets_are_others() -> None:
+    """One port of two network namespaces is two servers, and a socket that is not seen is none (N47)."""
+    world = World()
+    for number, socket in enumerate(("host/net:[1]/0.0.0.0:30000", "host/net:[2]/0.0.0.0:30000", "", "")):
+        world.engine(f"e{number}", generation=f"g{number}", socket=socket)
+    assert len(world.ready) == 4
+
+
 def test_a_server_launched_again_frees_its_generation() -> None:
     """Its agent says Hello again, and keeps its place; the earlier generation means nothing any more (N47)."""
     world = World()
@@ -449,14 +478,14 @@ class TestLineage:
 
 
 def test_trainers_are_told_of_no_generation() -> None:
-    """One of an earlier release does not know the field, and would read none of its grants (N44)."""
+    """One of an earlier release does not know the fields, and would read none of its grants (N44)."""
     world = World()
-    world.engine("e0", generation="g1")
+    world.engine("e0", generation="g1", socket="s1")
     trainer = world.trainer()
     world.publish(trainer, 1)
     (granted,) = trainer.got(Granted)
     assert isinstance(granted, Granted)
-    assert [each.generation for each in granted.engines.values()] == [""]
+    assert [(each.generation, each.socket) for each in granted.engines.values()] == [("", "")]
 
 
 def test_a_server_is_one_agents_in_all_channels() -> None:

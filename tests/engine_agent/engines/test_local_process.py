@@ -13,6 +13,7 @@ from weightbus.engine_agent.engines.local_process import (
     environment_of,
     has_ended,
     listener,
+    listening_socket,
     loopback_of,
     start_time,
     workers_of,
@@ -76,6 +77,7 @@ def test_descriptors_that_have_run_out_say_nothing_of_a_process() -> None:
         looks = (
             lambda: listener(url),
             lambda: loopback_of(url),
+            lambda: listening_socket(url),
             lambda: workers_of(mine, b"python"),
             lambda: environment_of(mine),
             lambda: start_time(mine),
@@ -87,6 +89,35 @@ def test_descriptors_that_have_run_out_say_nothing_of_a_process() -> None:
                     look()
         assert listener(url) == (mine, started)
     assert has_ended(mine, started + 1)
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0", "::"])
+def test_a_server_launched_again_has_the_same_socket_at_every_address(bound: str) -> None:
+    """Another one at the next port has another; a closed port, or a host that is not this one, has none (N47)."""
+    if bound == "::" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+
+    def listen(port: int) -> socket.socket:
+        family = socket.AF_INET6 if ":" in bound else socket.AF_INET
+        return socket.create_server((bound, port), family=family, dualstack_ipv6=":" in bound)
+
+    with listen(0) as server, listen(0) as neighbor:
+        port = server.getsockname()[1]
+        hosts = ("127.0.0.1", "localhost", *(() if bound == "127.0.0.1" else ("127.0.0.3",)))
+        (found,) = {listening_socket(f"http://{host}:{port}") for host in hosts}
+        assert found.endswith(f":{port}")
+        assert found != listening_socket(f"http://127.0.0.1:{neighbor.getsockname()[1]}")
+    assert listening_socket(f"http://127.0.0.1:{port}") == ""
+    with listen(port):
+        assert listening_socket(f"http://127.0.0.1:{port}") == found
+
+
+def test_two_servers_of_one_port_at_two_addresses_have_two_sockets() -> None:
+    """Each of the loopback's addresses may have a server of its own (N47)."""
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        with socket.create_server(("127.0.0.2", port)):
+            assert len({listening_socket(f"http://127.0.0.{last}:{port}") for last in (1, 2)} - {""}) == 2
 
 
 FORWARDER = """
