@@ -78,6 +78,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tuple[TransportKind, ...],
         Meta(description="allowed transports, in order of preference; unset: chosen for each engine"),
     ] = ()
+    left: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
+        Meta(
+            description="tensors of the served checkpoint that are not trained, by name, or by prefix that ends in a"
+            " dot: engines keep those that they were launched with"
+        ),
+    ] = ()
     bucket_bytes: Annotated[int, Meta(description="most bytes of a bucket (a larger tensor has its own)", ge=1024)] = (
         DEFAULT_BUCKET_BYTES
     )

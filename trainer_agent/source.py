@@ -6,11 +6,23 @@ of a manifest. It decides nothing about versions, engines or transports, and nev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
+import msgspec
+
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.tensors import Manifest, TensorSpec
+from weightbus.dataplane.tensors import (
+    Left,
+    LeftReason,
+    Manifest,
+    TensorSpec,
+    covering,
+    shortest_prefixes,
+    stored_tensors,
+)
 
 if TYPE_CHECKING:  # what reads configs of served models alone has no torch
     import torch
@@ -142,3 +154,66 @@ def head_dim_of(source: Source) -> int | None:
     """Elements of an attention head, which shapes do not tell (sglang_checksum.py); None if `source` does not know."""
     head_dim: int | None = getattr(source, "head_dim", None)
     return head_dim
+
+
+_TOWERS: Final = tuple(
+    f"{outer}{inner}."
+    for outer in ("", "model.", "thinker.")
+    for inner in (
+        "visual", "vision_tower", "vision_model", "vision_encoder", "audio_tower", "audio_model", "audio_encoder",
+        "multi_modal_projector", "mm_projector", "vision_projection", "audio_projection", "mlp1", "connector",
+        "embed_vision", "embed_audio", "patch_merger", "patch_merge_mlp",
+    )
+)  # fmt: skip
+"""Parts of multimodal checkpoints beside the language model, by the prefixes of Hugging Face's files."""
+_PREDICTIONS: Final = ("mtp.", "model.mtp.", "model.mtp_layers.", "model.mtp_block.")
+"""Prediction layers outside of the decoder's layers."""
+_LAYER: Final = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
+
+
+def left_of(source: Source, further: Sequence[str] = (), served: Path | None = None) -> tuple[Left, ...]:
+    """What a publication of `source` leaves as engines were launched with it. Collective where `served` is given.
+
+    That is what the source says, what `further` names (tensors, or prefixes that end in a dot), and of the checkpoint
+    in the folder `served` the parts of which nothing is sent and that are known to be often untrained: vision and audio
+    towers, and prediction layers. Anything else that is missing there is a mistake, and is refused by engines.
+    """
+    own: Sequence[Left] = getattr(source, "left", ())
+    if served is not None:
+        blob = msgspec.json.encode((*own, *_untrained(source, served))) if source.root else None
+        own = msgspec.json.decode(source.agree(blob), type=tuple[Left, ...])
+    found = {name: Left(name, LeftReason.NOT_TRAINED) for name in further}
+    for each in own:
+        if not covering(found, each.name):
+            found[each.name] = each
+    return tuple(found.values())
+
+
+def _untrained(source: Source, served: Path) -> tuple[Left, ...]:
+    """Known parts of the checkpoint in `served` of which `source` sends nothing."""
+    try:
+        stored = stored_tensors(served).keys()
+        config = msgspec.json.decode((served / "config.json").read_bytes(), type=_Layers)
+    except (ManifestError, OSError, ValueError):
+        return ()  # the folder has what engines read, or they say what is wrong with it
+    sent = {spec.name for spec in source.tensors()}
+    layers = config.num_hidden_layers or (config.text_config or _Layers()).num_hidden_layers
+    known = [
+        name
+        for name in stored
+        if name not in sent and (name.startswith((*_TOWERS, *_PREDICTIONS)) or _beyond(name, layers))
+    ]
+    return tuple(
+        Left(name, LeftReason.NOT_TRAINED) for name in shortest_prefixes(known, sent.union(stored - set(known)))
+    )
+
+
+class _Layers(msgspec.Struct, frozen=True):
+    num_hidden_layers: int = 0
+    text_config: _Layers | None = None
+
+
+def _beyond(name: str, layers: int) -> bool:
+    """Whether tensor `name` is of a layer behind the decoder's last one."""
+    found = _LAYER.match(name)
+    return found is not None and 0 < layers <= int(found[1])

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
         factorize as factorize,
         ragged_arange as ragged_arange,
     )
+    from .left_tensors import (
+        Left as Left,
+        LeftReason as LeftReason,
+        covering as covering,
+        shortest_prefixes as shortest_prefixes,
+    )
     from .manifest import (
         DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES,
         ITEM_BYTES as ITEM_BYTES,
@@ -49,6 +55,11 @@ if TYPE_CHECKING:
         tensor_positions as tensor_positions,
         volumes as volumes,
         whole_tensor_shard as whole_tensor_shard,
+    )
+    from .stored_tensors import (
+        STORED_DTYPES as STORED_DTYPES,
+        stored_files as stored_files,
+        stored_tensors as stored_tensors,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

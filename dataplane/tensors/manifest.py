@@ -21,6 +21,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from ..errors import ManifestError
+from .left_tensors import Left, check_left, covering
 
 DEFAULT_BUCKET_BYTES: Final = 512 * 1024 * 1024
 
@@ -69,16 +70,24 @@ class BucketSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """The layout of every version of one model: what travels, in what order, in which buckets."""
+class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The layout of every version of one model: what travels, in what order, in which buckets, and what is left."""
 
     model: str
     """Architecture as the served checkpoint's config names it, for example ``Qwen3ForCausalLM``."""
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[BucketSpec, ...]
+    left: tuple[Left, ...] = ()
+    """Tensors of the served checkpoint that do not travel: engines keep those that they were launched with."""
 
     @classmethod
-    def of(cls, model: str, tensors: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Self:
+    def of(
+        cls,
+        model: str,
+        tensors: Iterable[TensorSpec],
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        left: Iterable[Left] = (),
+    ) -> Self:
         """Cut `tensors` into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
         Raises `ManifestError` when a name, dtype or shape cannot travel, or a name stands twice.
@@ -104,7 +113,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
             pending.append(tensor)
             size += tensor.nbytes
         close()
-        manifest = cls(model, tuple(ordered), tuple(buckets))
+        manifest = cls(model, tuple(ordered), tuple(buckets), _ordered(left))
         manifest.check()
         return manifest
 
@@ -115,6 +124,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
         if len(self.tensors) > MAX_TENSORS:
             raise ManifestError(f"{len(self.tensors)} tensors, at most {MAX_TENSORS} can travel")
         sizes = _check_tensors(self.tensors)
+        check_left(self.left, (tensor.name for tensor in self.tensors))
         at = 0
         for index, bucket in enumerate(self.buckets):
             if bucket.first != at or bucket.last <= bucket.first or bucket.last > len(self.tensors):
@@ -143,6 +153,15 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     def largest_bucket(self) -> int:
         """Bytes of the largest bucket: the size of a staging buffer."""
         return max(bucket.nbytes for bucket in self.buckets)
+
+    def leaves(self, name: str) -> bool:
+        """Whether the tensor `name` is left to the engine."""
+        return bool(self.left) and bool(covering(self.left_names, name))
+
+    @cached_property
+    def left_names(self) -> frozenset[str]:
+        """Names and prefixes of `left`."""
+        return frozenset(each.name for each in self.left)
 
     def tensors_of(self, index: int) -> tuple[TensorSpec, ...]:
         """The tensors of bucket `index`, in packing order."""
@@ -310,7 +329,11 @@ class Sources(msgspec.Struct, frozen=True, dict=True):
 
 
 def cut(
-    model: str, tensors: Iterable[TensorSpec], owners: Sequence[int], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    model: str,
+    tensors: Iterable[TensorSpec],
+    owners: Sequence[int],
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    left: Iterable[Left] = (),
 ) -> tuple[Manifest, Sources]:
     """A manifest whose buckets each belong to one source. `owners` is, by tensor, its source: 0 and up, each with one.
 
@@ -333,9 +356,14 @@ def cut(
         first = len(ordered)
         ordered.extend(shares[source].tensors_of(place))
         buckets.append(BucketSpec(first, len(ordered), shares[source].buckets[place].nbytes))
-    manifest = Manifest(model, tuple(ordered), tuple(buckets))
+    manifest = Manifest(model, tuple(ordered), tuple(buckets), _ordered(left))
     manifest.check()
     return manifest, Sources(tuple(source for _, source, _ in turns))
+
+
+def _ordered(left: Iterable[Left]) -> tuple[Left, ...]:
+    """Sorted by name: equal sets make equal manifests."""
+    return tuple(sorted(left, key=lambda each: each.name))
 
 
 def _check_tensors(tensors: Sequence[TensorSpec]) -> list[int]:

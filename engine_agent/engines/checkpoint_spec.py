@@ -6,6 +6,7 @@ small JSON files are read, never weights.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from weightbus.dataplane.quantize import Quantization, UnknownScheme, schemes as quantization_config
+from weightbus.dataplane.tensors import stored_files
 from weightbus.dataplane.transports.disk import DTYPES
 
 from ..errors import UnfitManifest
@@ -23,6 +25,8 @@ _HEADER_LIMIT: Final = 256 * 1024 * 1024
 _DTYPES: Final = {stored: dtype for dtype, stored in DTYPES.items()}
 _DENSE: Final = frozenset({"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"})
 
+_COMPUTED: Final = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Buffers that older checkpoints store, and engines compute from the config (SGLang's loaders skip these names)."""
 _CONFIG: Final = "config.json"
 _INDEX: Final = "model.safetensors.index.json"
 
@@ -39,7 +43,7 @@ class Expected(msgspec.Struct, frozen=True):
     dtype: str
     """Of the model as a whole, from config.json."""
     optional: frozenset[str]
-    """May be missing: tied to another tensor."""
+    """May be missing: tied to another tensor, or computed by the engine."""
     quantization: Quantization | None = None
 
 
@@ -62,11 +66,6 @@ class _Config(msgspec.Struct, frozen=True):
     quantization_config: dict[str, object] | None = None
     compression_config: dict[str, object] | None = None
     text_config: dict[str, object] | None = None
-
-
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
-    """The file of each tensor."""
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -92,7 +91,8 @@ def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
     if stored:
         shapes = {name: shape for name, (shape, _) in stored.items()}
         dtypes = {name: kind for name, (_, kind) in stored.items()}
-        return Expected(MappingProxyType(shapes), MappingProxyType(dtypes), dtype, tied, quantization)
+        optional = tied.union(name for name in stored if _COMPUTED.search(name))
+        return Expected(MappingProxyType(shapes), MappingProxyType(dtypes), dtype, optional, quantization)
     if quantization is not None:
         raise UnfitManifest(
             f"{folder} is a quantized checkpoint without its safetensors files, and only they say which tensors are"
@@ -144,23 +144,19 @@ def _headers(folder: Path) -> dict[str, tuple[Shape, str]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The shards that the index names, or else every safetensors file. A missing shard makes the set useless.
+    """The shards that the index names, or else the model's safetensors files. A missing shard makes the set useless.
 
     Raises `UnfitManifest` for an index that names none.
     """
-    index = folder / _INDEX
-    if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
     try:
-        shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        paths = stored_files(folder)
     except OSError as error:
-        raise UnfitManifest(f"cannot read {index} ({error.strerror}): let the agent read it") from error
+        raise UnfitManifest(f"cannot read {folder / _INDEX} ({error.strerror}): let the agent read it") from error
     except ValueError as error:
         raise UnfitManifest(
-            f"{index} does not say in which files the tensors are: {error}. Put the checkpoint's own index there, or"
-            " take it away where all safetensors files of the folder are to count"
+            f"{folder / _INDEX} does not say in which files the tensors are: {error}. Put the checkpoint's own index"
+            " there, or take it away where all safetensors files of the folder are to count"
         ) from error
-    paths = [folder / name for name in sorted(set(shards.values()))]
     return paths if all(path.exists() for path in paths) else []
 
 

@@ -71,7 +71,7 @@ from ..machine import (
     count_engines,
     failure_of,
 )
-from ..quantized import KnowsServed, as_served
+from ..quantized import as_served, served_folder
 from ..settings import SECTION, SendsOver, TrainerSettings
 from ..source import Source, SourceError, head_dim_of
 from . import rank_commands as commands
@@ -705,10 +705,8 @@ def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
     """The archive that keeps versions as files; None if none was asked for."""
     if not settings.save_every or settings.save_dir is None:
         return None
-    served = source.served if isinstance(source, KnowsServed) else None
-    config_dir = settings.hf_config_dir or settings.served or (served if isinstance(served, Path) else None)
     policy = ArchivePolicy(settings.save_every, settings.keep_last, settings.keep_every)
-    return Archive(settings.save_dir, settings.channel, policy, config_dir)
+    return Archive(settings.save_dir, settings.channel, policy, served_folder(source, settings))
 
 
 def memory_export_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> MemoryExport | None:

@@ -48,8 +48,9 @@ from weightbus.dataplane.transports.distributed import SourceRank
 
 from ..checkpoints import Saving
 from ..export import MemoryExport, location_of
+from ..quantized import served_folder
 from ..settings import TrainerSettings
-from ..source import AssemblyFailed, PipelineSource, Source, SourceError, head_dim_of
+from ..source import AssemblyFailed, PipelineSource, Source, SourceError, head_dim_of, left_of
 from . import rank_commands as commands
 from .expected_sglang_digests import EngineKind, SglangDigester, SglangDigestPlan, engine_kinds, merge_live_digests
 from .rank_commands import (
@@ -331,19 +332,19 @@ class VersionLayout(NamedTuple):
     @classmethod
     def of(cls, source: Source, settings: TrainerSettings) -> Self:
         """Cut buckets by pipeline stage if stages may broadcast them; the same on every rank. Collective."""
-        tensors = source.tensors()
+        tensors, left = source.tensors(), left_of(source, settings.left, served_folder(source, settings))
         divisible = any(transports.by_name(kind).divides for kind in settings.preferences())
         if isinstance(source, PipelineSource) and divisible:
             roots = source.roots()
             ranks = sorted(set(roots))
             if ranks[0] == 0 and len(ranks) > 1:
                 owners = [ranks.index(root) for root in roots]
-                manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
+                manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes, left)
                 pipeline = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
                 found = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
                 places = tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in found)
                 return cls(manifest, pipeline, places)
-        return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
+        return cls(Manifest.of(source.model, tensors, settings.bucket_bytes, left), None)
 
 
 class _Found(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ from weightbus.dataplane.quantize import (
     read_quantization_config,
     tile_shape,
 )
-from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
+from weightbus.dataplane.tensors import Left, Manifest, Shards, TensorSpec
 
 from ..assembly import BucketPlanCache, check_manifest
 from ..checkpoints import checkpoint_folder as folders
@@ -63,6 +63,8 @@ class QuantizedSource:
         self._source = source
         self.served: Path | Mapping[str, Any] = {} if served is None else served
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
+        self.left: Sequence[Left] = getattr(source, "left", ())
+        """See `left_of`."""
         self._raw = tuple(source.tensors())
         schemes = [(spec, quantization.scheme_of(spec, stored)) for spec in self._raw]
         self.weights = tuple(
@@ -209,6 +211,12 @@ class KnowsServed(Protocol):
     def served(self) -> Path | Mapping[str, Any]:
         """The folder of that checkpoint, or the content of its ``config.json``."""
         ...
+
+
+def served_folder(source: Source, settings: TrainerSettings) -> Path | None:
+    """Folder of the served checkpoint, as `settings` or the source itself say; None where neither does."""
+    served = source.served if isinstance(source, KnowsServed) else None
+    return settings.hf_config_dir or settings.served or (served if isinstance(served, Path) else None)
 
 
 def as_served(source: Source, settings: TrainerSettings) -> Source:

@@ -24,22 +24,9 @@ import numpy as np
 import torch
 
 from ...errors import TransferFailed
-from ...tensors import Manifest
+from ...tensors import STORED_DTYPES, Manifest
 
-DTYPES: Final[dict[str, str]] = {
-    "float64": "F64",
-    "int64": "I64",
-    "float32": "F32",
-    "int32": "I32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int16": "I16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+DTYPES: Final = STORED_DTYPES
 """By the names of manifests, what safetensors calls them."""
 _PIECE_BYTES: Final = 64 * 1024 * 1024
 """How much of a GPU's bucket is on the host at a time."""

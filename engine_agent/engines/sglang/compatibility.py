@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from weightbus.dataplane.quantize import Element, Quantization, Scheme
-from weightbus.dataplane.tensors import Manifest, TensorSpec
+from weightbus.dataplane.tensors import Manifest, TensorSpec, covering, shortest_prefixes
 from weightbus.dataplane.transports import LoadedBy, Transport, registry as transports
 
 from ...errors import EngineAgentError, UnfitManifest
@@ -27,6 +27,8 @@ from .server_identity import ServerFacts
 
 _SHOWN: Final = 4
 """Names of tensors in a message."""
+_ENTRIES: Final = 12
+"""Entries that a message proposes for a setting."""
 _CPU: Final = Path("/proc/cpuinfo")
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 _LLAMA: Final = "LlamaForCausalLM"
@@ -203,17 +205,28 @@ def _layout(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Itera
     """Faults of its tensors. Looked for only where they are not just those of the checkpoint."""
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
     dtypes = {tensor.name: tensor.dtype for tensor in manifest.tensors}
-    if shapes != expected.shapes or dtypes != expected.dtypes:
+    if shapes != expected.shapes or dtypes != expected.dtypes or manifest.left:
         yield from _names(manifest, expected)
         yield from _tensors(manifest, facts, expected)
 
 
 def _names(manifest: Manifest, expected: Expected) -> Iterator[str]:
-    """The set must be complete, and hold nothing that the server would skip in silence."""
+    """What is sent and what is left must be complete, and hold nothing that the server would skip in silence."""
     sent = {tensor.name for tensor in manifest.tensors}
-    missing = expected.shapes.keys() - sent - expected.optional
+    missing = {name for name in expected.shapes.keys() - sent - expected.optional if not manifest.leaves(name)}
     if missing:
-        yield f"{_some(missing)} missing: the server would keep its old values and report success"
+        known = [*sent, *(each.name for each in manifest.left)]
+        entries = ", ".join(f'"{each}"' for each in shortest_prefixes(sorted(missing), known)[:_ENTRIES])
+        yield (
+            f"{_some(missing)} missing: the server would keep its old values and report success; if they are not"
+            f" trained, add to the trainer's settings: left = [{entries}]"
+        )
+    covered = {covering(manifest.left_names, name) for name in expected.shapes} if manifest.left else set[str]()
+    if idle := manifest.left_names - covered:
+        yield (
+            f"left covers nothing of the served checkpoint: {_some(idle, 'entries')}; take them out of the trainer's"
+            " settings"
+        )
     unknown = sent - expected.shapes.keys() - expected.optional
     if unknown:
         yield f"{_some(unknown)} unknown to the served model: the server would skip them and report success"
@@ -254,10 +267,10 @@ def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]
     return tuple(found)
 
 
-def _some(names: Iterable[str]) -> str:
+def _some(names: Iterable[str], what: str = "tensors") -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return f"{len(ordered)} tensors ({', '.join(ordered[:_SHOWN])}{more})"
+    return f"{len(ordered)} {what} ({', '.join(ordered[:_SHOWN])}{more})"
 
 
 def objections(

@@ -8,12 +8,12 @@ layers are counted from 0 in every pipeline chunk, experts from 0 on every exper
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, cast
 
 import msgspec
 
-from weightbus.dataplane.tensors import TensorSpec
+from weightbus.dataplane.tensors import Left, LeftReason, TensorSpec, shortest_prefixes
 
 from ...source import SERVABLE_DTYPES, LayoutMismatch, UnsupportedModel
 from .model_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, Family, Prediction, Rules
@@ -202,6 +202,13 @@ def layer_mappings(model: HFModel) -> Iterator[LayerMapping]:
 def hf_tensors(model: HFModel, dtype: str) -> tuple[TensorSpec, ...]:
     """Every tensor of the checkpoint, layer by layer; a complete set of shards covers all of them."""
     return tuple(spec for mapping in layer_mappings(model) for spec in _of(model, mapping, dtype))
+
+
+def untrained(model: HFModel, sent: Iterable[str]) -> tuple[Left, ...]:
+    """Tensors of the whole `model` that are not among the names `sent`: those of predictions that are not trained."""
+    names = set(sent)
+    left = [spec.name for spec in hf_tensors(model, "") if spec.name not in names]
+    return tuple(Left(name, LeftReason.NOT_TRAINED) for name in shortest_prefixes(left, names))
 
 
 def _of(model: HFModel, place: LayerMapping, dtype: str) -> Iterator[TensorSpec]:

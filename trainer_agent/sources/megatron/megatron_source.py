@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors import Shard, Shards
+from weightbus.dataplane.tensors import Shard, Shards, stored_tensors
 
 from ...assembly import unreadable_reason
 from ...source import LayoutMismatch, RanksDisagree, UnknownParameter, UnsupportedModel, check_dtype
@@ -43,7 +43,7 @@ from ..collective_source import (
     distinct_shards,
 )
 from .config_checks import check_axes, check_config, check_padding, check_tied
-from .hf_model import TRAINING_ONLY, HFModel, ParameterMatch, advice_for, hf_tensors, match_parameter
+from .hf_model import TRAINING_ONLY, HFModel, ParameterMatch, advice_for, hf_tensors, match_parameter, untrained
 from .parameter_mapping import Fusion, LocalParameter, ParallelRank, shards_of
 
 
@@ -92,6 +92,10 @@ class MegatronSource(ShardedSource):
         self._lagging = [lagging for chunk in chunks_of(model_chunks) for lagging in lagging_wrappers(chunk)]
         self.served: Path | Mapping[str, Any] = hf_config if isinstance(hf_config, Mapping) else folder_of(hf_config)
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
+        files = not isinstance(self.served, Mapping) and bool(stored_tensors(self.served))
+        described = HFModel.parse(_read_config(hf_config))
+        self.left = () if files else untrained(described, (spec.name for spec in local.tensors))
+        """Prediction layers that are not trained, by the config; the checkpoint's files, where they are there, tell."""
         self._serve(local, distinct, device or local.parameters[0].device, self._roots)
 
     def roots(self) -> Sequence[int]:

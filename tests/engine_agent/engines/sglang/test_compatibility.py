@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from weightbus.dataplane.quantize import schemes as quantization_config
+from weightbus.dataplane.tensors import Left
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec as checkpoint
 from weightbus.engine_agent.engines.sglang import compatibility as validate
@@ -77,6 +78,49 @@ def test_an_unknown_name_is_refused(folder: Path) -> None:
     """SGLang would skip it and report success."""
     with pytest.raises(UnfitManifest, match=r"model\.extra.*unknown"):
         check([*specs(folder), TensorSpec("model.extra", "bfloat16", (1,))], folder)
+
+
+def _leaving(folder: Path, *left: str, sent_without: str = "model.layers.1.") -> None:
+    """Validate a manifest without the tensors below `sent_without`, of which `left` are declared."""
+    sent = [spec for spec in specs(folder) if not spec.name.startswith(sent_without)]
+    manifest = Manifest.of("Qwen3ForCausalLM", sent, left=map(Left, left))
+    validate.check(manifest, facts(), dialect_of("0.5.23"), checkpoint.expected(folder), "local")
+
+
+def test_what_is_left_need_not_be_sent(folder: Path) -> None:
+    """Sent and left are together exactly the server's tensors (N64)."""
+    _leaving(folder, "model.layers.1.")
+    _leaving(folder, "model.layers.1.mlp.", "model.layers.1.self_attn.", "model.layers.1.input_layernorm.weight",
+             "model.layers.1.post_attention_layernorm.weight")  # fmt: skip
+
+
+def test_what_is_neither_sent_nor_left_is_refused_with_the_setting_that_leaves_it(folder: Path) -> None:
+    """Nothing is left by accident (N64)."""
+    with pytest.raises(UnfitManifest, match=r"11 tensors .* missing.*left = \[\"model\.layers\.1\.\"\]"):
+        _leaving(folder)
+    with pytest.raises(
+        UnfitManifest, match=r"3 tensors .*layers\.1\.mlp.* missing.*left = \[\"model\.layers\.1\.mlp\.\"\]"
+    ):
+        _leaving(folder, "model.layers.1.self_attn.", "model.layers.1.input_layernorm.weight",
+                 "model.layers.1.post_attention_layernorm.weight")  # fmt: skip
+
+
+def test_an_entry_that_leaves_nothing_of_the_checkpoint_is_refused(folder: Path) -> None:
+    """A slip of the pen: also where what is sent is complete without it (N64)."""
+    with pytest.raises(UnfitManifest, match=r"covers nothing of the served checkpoint: 1 entries \(model\.visual\.\)"):
+        _leaving(folder, "model.layers.1.", "model.visual.")
+    with pytest.raises(UnfitManifest, match=r"covers nothing of the served checkpoint: 1 entries \(model\.visual\.\)"):
+        _leaving(folder, "model.visual.", sent_without="no such tensor")
+
+
+def test_files_beside_the_models_own_do_not_count(folder: Path, tmp_path: Path) -> None:
+    """Mistral's consolidated weights, adapters, and buffers that engines compute."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    save_file({"base_model.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    save_file({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "model-rope.safetensors")
+    check(specs(folder), tmp_path)
 
 
 def test_a_wrong_shape_is_refused_and_named(folder: Path) -> None:
