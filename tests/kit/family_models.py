@@ -6,6 +6,7 @@ can be, and takes the rank's part by the parameter's own attributes. It shares n
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,6 +54,9 @@ def _routing(hf: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+_gelu_tanh = functools.partial(nn.functional.gelu, approximate="tanh")
+
+
 def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **changes: object) -> Any:
     """The TransformerConfig of the model that `hf` describes."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -72,10 +76,10 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
         "add_bias_linear": biases,
         "add_qkv_bias": biases or bool(hf.get("attention_bias")) or tiny.architecture[:5] in {"Qwen2", "MiMoF"},
         "gated_linear_unit": True,
-        "activation_func": nn.functional.silu,
+        "activation_func": _gelu_tanh if "hidden_activation" in hf else nn.functional.silu,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
-        "qk_layernorm": any(part in tiny.architecture for part in ("Qwen3", "Glm4Moe", "MiniMax")),
+        "qk_layernorm": any(part in tiny.architecture for part in ("Qwen3", "Glm4Moe", "MiniMax", "Gemma3")),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": torch.float32,
@@ -217,15 +221,28 @@ class _WideNorm(nn.RMSNorm):
         return super().forward(x.flatten(-2)).view_as(x)
 
 
+class _CenteredNorm(nn.RMSNorm):
+    """Its weight is centered at zero, as `layernorm_zero_centered_gamma` says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight + 1, self.eps)
+
+
 def _complete(family: str, hf: Mapping[str, Any], layout: Layout, chunk: Any) -> None:
     """Modules that Megatron-core gets from a trainer's own specs: GLM4's further norms, MiniMax's wide ones."""
     eps = hf["rms_norm_eps"]
+    if "gemma3" in family and hasattr(chunk, "embedding"):
+        chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output * hf["hidden_size"] ** 0.5)
     for layer in chunk.decoder.layers:
         if family == "glm4":
             layer.post_self_attn_layernorm = nn.RMSNorm(hf["hidden_size"], eps)
             layer.post_mlp_layernorm = nn.RMSNorm(hf["hidden_size"], eps)
             layer.self_attention.register_forward_hook(_then(layer.post_self_attn_layernorm))
             layer.mlp.register_forward_hook(_then(layer.post_mlp_layernorm))
+        if "gemma3" in family:
+            for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+                linear.post_layernorm = _CenteredNorm(hf["hidden_size"], eps)
+                linear.register_forward_hook(_then(linear.post_layernorm))
         if family == "minimax_m2":
             heads = hf["num_attention_heads"] // layout.tp
             groups = max(1, hf["num_key_value_heads"] // layout.tp)
@@ -280,12 +297,14 @@ _DELTA = {"in_proj": [32, 32, 64, 64, 8, 8], "conv1d": [32, 32, 64]}
 
 def _whole(family: str, hf: Mapping[str, Any], chunk: Any, local: str, tensors: Tensors) -> torch.Tensor:
     """A whole Megatron parameter made of whole tensors."""
-    body = "model.language_model." if family == "qwen3_vl" else "model."
+    embedding = min((name for name in tensors if name.endswith("embed_tokens.weight")), key=len)
+    head = next((name for name in tensors if name.endswith("lm_head.weight")), embedding)
+    body = embedding.removesuffix("embed_tokens.weight")
     once = {
-        "embedding.word_embeddings.weight": f"{body}embed_tokens.weight",
+        "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": f"{body}norm.weight",
         "decoder.final_norm.weight": f"{body}norm.weight",
-        "output_layer.weight": f"{body}embed_tokens.weight" if "lm_head.weight" not in tensors else "lm_head.weight",
+        "output_layer.weight": head,
     }
     if local in once:
         return tensors[once[local]]
@@ -356,6 +375,12 @@ _PLAIN = {
     "self_attention.core_attention.indexer.linear_weights_proj.weight": "self_attn.indexer.weights_proj.weight",
 }
 
+_GEMMA_NORMS = {
+    "mlp.linear_fc1.layer_norm_weight": "pre_feedforward_layernorm.weight",
+    "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm.weight",
+}
+
 
 def _in_layer(  # noqa: PLR0911  one for each kind of parameter
     family: str, hf: Mapping[str, Any], rest: str, prefix: str, tensors: Tensors
@@ -370,6 +395,8 @@ def _in_layer(  # noqa: PLR0911  one for each kind of parameter
         return get("self_attn.q_a_layernorm.weight")
     if rest == "self_attention.out_norm.weight":
         return get("linear_attn.norm.weight") - 1
+    if "gemma3" in family and rest in _GEMMA_NORMS:
+        return get(_GEMMA_NORMS[rest])
     if rest in _PLAIN:
         return get(_PLAIN[rest])
     if rest.startswith("self_attention.linear_qkv."):

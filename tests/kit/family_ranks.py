@@ -26,7 +26,7 @@ from exporting import export  # noqa: E402
 from exposing import wrongly_exposed  # noqa: E402
 from family_models import build, load, logits, start  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_families import TOKENS, Case, parse  # noqa: E402
+from tiny_families import TOKENS, Case, parse, text_of  # noqa: E402
 
 from weightbus.trainer_agent.source import Source  # noqa: E402
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
@@ -48,11 +48,7 @@ def run_case(case: Case, checkpoints: Path, *, computed: bool) -> dict[str, Any]
     """Load one family into one layout, export it, and compute with it."""
     folder = checkpoints / case.family
     hf = json.loads((folder / "config.json").read_text())
-    expected = {
-        name: tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-        if not name.startswith("model.visual")
-    }
+    expected = text_of(load_file(folder / "model.safetensors"))
     began = time.perf_counter()
     start(case.layout)
     chunks = build(case.family, hf, case.layout)

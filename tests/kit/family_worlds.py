@@ -32,7 +32,7 @@ from exporting import tensors_in  # noqa: E402
 from family_models import build, load, start  # noqa: E402
 from quantized_world import Post  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_families import Case, parse  # noqa: E402
+from tiny_families import Case, parse, text_of  # noqa: E402
 
 from weightbus.dataplane.tensors.manifest import Manifest, cut  # noqa: E402
 from weightbus.dataplane.tensors.shards import Shards  # noqa: E402
@@ -86,7 +86,7 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     folder = checkpoints / case.family
     hf = json.loads((folder / "config.json").read_text())
     full = load_file(folder / "model.safetensors")
-    expected = {name: tensor for name, tensor in full.items() if not name.startswith("model.visual")}
+    expected = text_of(full)
     found_by = [described(case, rank, world, hf, expected) for rank in range(world)]
     ranks = [description for description, _ in found_by]
     rosters = check_layouts([encode(RankLayout(each.facts(), each.shards.encode(), each.stages)) for each in ranks])

@@ -23,11 +23,11 @@ def make(name: str, tiny: Tiny, folder: Path) -> None:
     """Write one checkpoint."""
     kind = getattr(transformers, tiny.made_as or tiny.architecture)
     text = {key: value for key, value in tiny.config.items() if key != "torch_dtype"}
-    if name == "qwen3_vl":
-        vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-        config = kind.config_class(text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]})
-    else:
+    if tiny.vision is None:
         config = kind.config_class(**text)
+    else:
+        tied = tiny.config["tie_word_embeddings"]
+        config = kind.config_class(text_config=text, vision_config=tiny.vision, tie_word_embeddings=tied)
     torch.manual_seed(0)
     model = kind(config).float().eval()
     with torch.no_grad():

@@ -6,8 +6,10 @@ Each has what its family is known for: KV groups, biases, first layers that are 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 MARKS = ("uneven", "te", "hybrid")
 """Fields of a layout that are there or are not."""
@@ -90,6 +92,43 @@ _DEEPSEEK = {
     "v_head_dim": 16,
 }
 
+_MINISTRAL3 = {
+    **_SIZES,
+    "rms_norm_eps": 1e-5,  # Megatron-Bridge takes it for granted
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 64,
+    },
+}
+_GEMMA3 = {
+    **_SIZES,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 64,
+    "rope_local_base_freq": 10000.0,  # that of the other layers: Megatron-core has one rotation for all
+}
+_GEMMA3_CORE = {"layernorm_zero_centered_gamma": True, "softmax_scale": 32**-0.5, "window_size": (63, 0)}
+
+_QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
 
 class Tiny(NamedTuple):
     """A family's tiny model."""
@@ -105,6 +144,9 @@ class Tiny(NamedTuple):
     core_from: int = 16
     core_to: int = 19
     """Minor versions of Megatron-core that build it: the first and the last."""
+
+    vision: dict[str, Any] | None = None
+    """Config of the vision tower of a multimodal model, of which the language model is served."""
 
     def built_by(self, core: int) -> bool:
         """This minor version of Megatron-core has the model."""
@@ -222,8 +264,31 @@ FAMILIES: dict[str, Tiny] = {
         predictions=1,
         core_from=19,
     ),
-    "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", _SIZES),
+    "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", _SIZES, vision=_QWEN_TOWER),
+    "mistral": Tiny("MistralForCausalLM", _SIZES),
+    "ministral": Tiny("MinistralForCausalLM", _SIZES),
+    "ministral3": Tiny("Ministral3ForCausalLM", _MINISTRAL3),
+    "mistral3": Tiny(
+        "Mistral3ForConditionalGeneration",
+        {**_MINISTRAL3, "model_type": "ministral3"},
+        vision={"model_type": "pixtral", **_TOWER},
+    ),
+    "gemma3": Tiny("Gemma3ForCausalLM", _GEMMA3, _GEMMA3_CORE),
+    "gemma3_vl": Tiny(
+        "Gemma3ForConditionalGeneration",
+        {**_GEMMA3, "model_type": "gemma3_text"},
+        _GEMMA3_CORE,
+        vision={"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
+    ),
 }
+
+TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
+"""Tensors of multimodal models beside the language model."""
+
+
+def text_of(names: Mapping[str, T]) -> dict[str, T]:
+    """What belongs to the language model."""
+    return {name: value for name, value in names.items() if not name.startswith(TOWERS)}
 
 
 def predicted_tensors(family: str, config: dict[str, Any]) -> dict[str, str]:
@@ -309,7 +374,8 @@ def _possible(case: Case, core: int) -> bool:
     if layout.cp > 1 and not layout.te:
         return False  # its local attention is not built for context parallelism
     # These are built of specs that only exist for Transformer Engine.
-    return layout.te or not tiny.core.get("experimental_attention_variant")
+    special = ("experimental_attention_variant", "layernorm_zero_centered_gamma")
+    return layout.te or not any(tiny.core.get(field) for field in special)
 
 
 ALWAYS = (

@@ -10,6 +10,7 @@ of the model and no field of a TransformerConfig.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, cast
@@ -82,9 +83,12 @@ def check_config(config: object, model: HFModel) -> None:
                 f"the trained model has {field}={found!r}, {expected!r} is expected: {why}; "
                 f"train with what is expected, or serve another model"
             )
-    activation = getattr(getattr(config, "activation_func", None), "__name__", "silu")
-    if activation != "silu":
-        raise UnsupportedModel(f"the trained model has activation_func={activation}, the served families have silu")
+    activation = _activation(getattr(config, "activation_func", None))
+    if activation not in {None, model.family.activation}:
+        raise UnsupportedModel(
+            f"the trained model has activation_func={activation}, {model.architecture} has {model.family.activation}: "
+            f"train with that"
+        )
     for field, expected in _expected_values(model).items():
         found = getattr(config, field, expected)
         if (found or None) != (expected or None):
@@ -101,6 +105,20 @@ def check_config(config: object, model: HFModel) -> None:
             f"the trained model has {setting}={found!r}{amounts}; the Hugging Face config gives {expected!r}: train "
             f"with that, or build the source with the config of the model that is being trained"
         )
+
+
+_ACTIVATIONS: Final = {"swish": "silu", "fast_gelu": "gelu_tanh"}
+"""Functions under the name that a family has for them."""
+
+
+def _activation(function: object) -> str | None:
+    """Name of an activation function; None for one without a name."""
+    if isinstance(function, functools.partial):
+        approximation: object = function.keywords.get("approximate", "none")
+        suffix = "" if approximation == "none" else f"_{approximation}"
+        return f"{_activation(function.func)}{suffix}"
+    name: str | None = getattr(function, "__name__", None)
+    return name if name is None else _ACTIVATIONS.get(name, name)
 
 
 def check_tied(tied: bool, model: HFModel) -> None:
@@ -214,15 +232,16 @@ def _attention(config: object, model: HFModel) -> Iterator[Setting]:
     window: object = getattr(config, "window_size", None)
     back: object = cast("Sequence[object]", window)[0] if isinstance(window, (tuple, list)) else window
     # -1 is no limit in Megatron. A window that servers have is not compared: they honor it in different ways.
-    limited = model.compute_settings.get("use_sliding_window")
+    limited = model.compute_settings.get("use_sliding_window", model.compute_settings.get("sliding_window"))
     yield "window_size", None if back == -1 else back, UNSET if limited else None
     # Megatron keeps a list, with a true value for each layer that is not rotated.
     frequency: object = getattr(config, "no_rope_freq", None)
     layers = cast("Sequence[object]", frequency) if isinstance(frequency, (tuple, list)) else [frequency]
     yield "no_rope_freq", any(layers), False
     if "kv_lora" not in model.sizes:
-        plain, scale = model.sizes["head_dim"] ** -0.5, getattr(config, "softmax_scale", None)
-        yield "softmax_scale", plain if scale is None else scale, plain
+        size, scale = model.sizes["head_dim"], getattr(config, "softmax_scale", None)
+        wanted = model.compute_settings.get("query_pre_attn_scalar", size)
+        yield "softmax_scale", size**-0.5 if scale is None else scale, float(wanted) ** -0.5
 
 
 def _latent_rotation(config: object, model: HFModel) -> Iterator[Setting]:

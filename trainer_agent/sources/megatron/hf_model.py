@@ -33,6 +33,7 @@ _ROUTING: Final = (
     "routed_scaling_factor",
 )
 _INDEXER: Final = ("index_topk", "indexer_rope_interleave", "index_topk_freq", "index_skip_topk_offset")
+_ATTENTION: Final = ("rope_theta", "use_sliding_window", "sliding_window", "query_pre_attn_scalar")
 _ROTATION: Final = (
     "rope_theta",
     "rope_type",
@@ -82,7 +83,7 @@ class HFModel(msgspec.Struct, frozen=True):
         layers = tuple(_layers(fields, family))
         sizes = _sizes(fields, family, dense=any(not layer.experts for layer in layers))
         switches = {name for name, value in family.switches.items() if fields.switch(value)}
-        switches |= {"tied"} if fields.top("tie_word_embeddings", False) else set()
+        switches |= {"tied"} if fields.top("tie_word_embeddings", family.tied) else set()
         switches |= {"q_lora"} if "q_lora" in sizes else set()
         switches |= {"shared_experts"} if "shared_ffn" in sizes else set()
         predicted = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_layers")
@@ -185,7 +186,11 @@ def once(model: HFModel) -> tuple[LayerMapping, LayerMapping, LayerMapping]:
     """Embedding, final norm and output layer; no rule for an output layer that is the embedding."""
     output = (OUTPUT,) if model.applies(OUTPUT.when) else ()
     prefix = model.family.body
-    return LayerMapping((EMBEDDING,), prefix), LayerMapping((FINAL_NORM,), prefix), LayerMapping(output, "")
+    return (
+        LayerMapping((EMBEDDING,), prefix),
+        LayerMapping((FINAL_NORM,), prefix),
+        LayerMapping(output, model.family.head),
+    )
 
 
 def layer_mappings(model: HFModel) -> Iterator[LayerMapping]:
@@ -280,7 +285,7 @@ class _Fields:
 
     def compute_settings(self) -> dict[str, ConfigValue]:
         """Settings that change the model's computation, by the config's keys."""
-        known = [(key, self.get(key)) for key in (*_ROUTING, *_INDEXER, "rope_theta", "use_sliding_window")]
+        known = [(key, self.get(key)) for key in (*_ROUTING, *_INDEXER, *_ATTENTION)]
         for section in _NESTED:
             if isinstance(inner := self.get(section), Mapping):
                 known += [(key, cast("Mapping[str, object]", inner).get(key)) for key in _ROTATION]

@@ -65,6 +65,18 @@ SANDWICH_NORMS: Final[Rules] = (
     _norm("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight: hidden"),
     _norm("post_mlp_layernorm.weight", "post_mlp_layernorm.weight: hidden"),
 )
+# Before and behind each block; behind it as a module of the layer, or of the linear that ends the block.
+GEMMA_NORMS: Final[Rules] = (
+    NORMS[0],
+    _norm("pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight: hidden"),
+    _norm(
+        "post_self_attn_layernorm.weight self_attention.linear_proj.post_layernorm.weight",
+        "post_attention_layernorm.weight: hidden",
+    ),
+    _norm(
+        "post_mlp_layernorm.weight mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight: hidden"
+    ),
+)
 
 
 def _qkv(kind: str, query: str, key: str, fusion: Fusion, when: str | None = None) -> MappingRule:
@@ -221,6 +233,10 @@ class Family(msgspec.Struct, frozen=True):
     prediction: Prediction | None = None
     body: str = "model."
     """Prefix of all but the output layer."""
+    head: str = ""
+    """Prefix of the output layer."""
+    tied: bool = False
+    """Embedding and output layer are one where the config does not say (``tie_word_embeddings``)."""
     section: str | None = None
     """Key of the language model's config in that of a multimodal model."""
     megatron_prefix: str = ""
@@ -229,6 +245,8 @@ class Family(msgspec.Struct, frozen=True):
     """Prefixes of Megatron parameters outside the language model, which are not served."""
     zero_centred: bool = False
     """Norm weights are centered at zero in checkpoints."""
+    activation: str = "silu"
+    """Activation of the MLPs, by its name in config_checks.py."""
     rotates_pairs: bool = False
     """Rotary embeddings rotate adjacent pairs, not halves."""
     variant: str | None = None
@@ -252,6 +270,15 @@ _DEEPSEEK_V3: Final = Family(
     experts=(*ROUTED_EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS),
     prediction=_NEXT_LAYER,
     scores="sigmoid",
+)
+
+_GEMMA3: Final = Family(
+    attention=(*ATTENTION, *HEAD_NORMS),
+    norms=GEMMA_NORMS,
+    switches={**_BIASED, "qk_norm": True},
+    tied=True,
+    zero_centred=True,
+    activation="gelu_tanh",
 )
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -329,5 +356,24 @@ FAMILIES: Final[dict[str, Family]] = {
         section="text_config",
         megatron_prefix="language_model.",
         left_out=("vision_model.",),
+    ),
+    "MistralForCausalLM": Family(),
+    "MinistralForCausalLM": Family(),
+    "Ministral3ForCausalLM": Family(),
+    "Mistral3ForConditionalGeneration": Family(
+        body="language_model.model.",
+        head="language_model.",
+        section="text_config",
+        megatron_prefix="language_model.",
+        left_out=("vision_tower.", "multi_modal_projector."),
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": msgspec.structs.replace(
+        _GEMMA3,
+        body="language_model.model.",
+        head="language_model.",
+        section="text_config",
+        megatron_prefix="language_model.",
+        left_out=("vision_tower.", "multi_modal_projector."),
     ),
 }

@@ -1,5 +1,6 @@
 """Features of the trained model that leave no trace in names and shapes: each is compared, and refused by name."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -264,6 +265,62 @@ def test_what_the_config_does_not_say_is_not_compared() -> None:
     check_config(config(window_size=(128, 0)), HFModel.parse(HF | {"use_sliding_window": True}))
 
 
+def dense(architecture: str, **said: object) -> HFModel:
+    """A model without experts."""
+    left = {key: value for key, value in HF.items() if key not in {"num_experts", "moe_intermediate_size"}}
+    return HFModel.parse(left | {"architectures": [architecture]} | said)
+
+
+DENSE = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "ffn_hidden_size": 12, "qk_layernorm": False}
+
+
+def test_a_window_is_one_of_the_served_model_where_its_config_uses_it() -> None:
+    """Mistral's config has a size and no switch; Qwen2's has a size that its switch turns off."""
+    trained = config(**DENSE, window_size=(4095, 0))
+    check_config(trained, dense("MistralForCausalLM", sliding_window=4096))
+    for other in (dense("MistralForCausalLM", sliding_window=None), dense("MistralForCausalLM")):
+        with pytest.raises(LayoutMismatch, match=r"window_size=\(4095, 0\)"):
+            check_config(trained, other)
+    with pytest.raises(LayoutMismatch, match=r"window_size=\(4095, 0\)"):
+        check_config(trained, dense("Qwen2ForCausalLM", sliding_window=4096, use_sliding_window=False))
+
+
+def fast_gelu(x: torch.Tensor) -> torch.Tensor:
+    """A stand-in for Megatron-core's function of this name."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def test_the_activation_is_that_of_the_family() -> None:
+    """Gemma has GELU by tanh, which trainers write in several ways; the exact one is another function."""
+    gemma = dense("Gemma3ForCausalLM", query_pre_attn_scalar=3)
+    fields = DENSE | {"qk_layernorm": True}
+    gelu = torch.nn.functional.gelu
+    for accepted in (fast_gelu, functools.partial(gelu, approximate="tanh")):
+        check_config(config(**fields, activation_func=accepted), gemma)
+    for other in (gelu, torch.nn.functional.silu, functools.partial(gelu, approximate="none")):
+        with pytest.raises(UnsupportedModel, match=r"activation_func=(gelu|silu), Gemma3ForCausalLM has gelu_tanh"):
+            check_config(config(**fields, activation_func=other), gemma)
+    with pytest.raises(UnsupportedModel, match="activation_func=gelu_tanh, MistralForCausalLM has silu"):
+        check_config(config(**DENSE, activation_func=fast_gelu), dense("MistralForCausalLM"))
+
+
+def test_gemma_scales_its_attention_by_a_number_of_its_config() -> None:
+    """Not by the size of a head, as other families do; a trainer that leaves it at that is refused."""
+    gemma = dense("Gemma3ForCausalLM", query_pre_attn_scalar=16)
+    fields = DENSE | {"qk_layernorm": True, "activation_func": fast_gelu}
+    check_config(config(**fields, softmax_scale=0.25), gemma)
+    for wrong in (None, 3**-0.5):
+        with pytest.raises(LayoutMismatch, match=r"softmax_scale=.*gives 0\.25"):
+            check_config(config(**fields, softmax_scale=wrong), gemma)
+
+
+def test_embedding_and_output_are_one_where_the_family_has_it_so() -> None:
+    """Gemma's released configs do not say it, Mistral's say nothing of an output layer of its own."""
+    assert "tied" in dense("Gemma3ForCausalLM").switches
+    assert "tied" not in dense("Gemma3ForCausalLM", tie_word_embeddings=False).switches
+    assert "tied" not in dense("MistralForCausalLM").switches
+
+
 def test_without_a_longer_context_the_latent_attention_is_not_scaled() -> None:
     """Megatron scales its softmax by `mscale_all_dim` for a plain rotation, too."""
     model = HFModel.parse(LATENT_HF | {"rope_scaling": None})
@@ -276,9 +333,9 @@ def test_without_a_longer_context_the_latent_attention_is_not_scaled() -> None:
 
 def test_a_dense_model_trained_with_experts_is_refused() -> None:
     """Also where the config of the served model has nothing to say of experts."""
-    dense = HFModel.parse(HF | {"architectures": ["Qwen3ForCausalLM"]})
+    model = HFModel.parse(HF | {"architectures": ["Qwen3ForCausalLM"]})
     with pytest.raises(LayoutMismatch, match="num_moe_experts=4"):
-        check_config(config(ffn_hidden_size=12), dense)
+        check_config(config(ffn_hidden_size=12), model)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bool", "torch.uint8", "float8_e4m3fn", 16])
