@@ -106,10 +106,14 @@ MOST_BYTES: Final = 4 << 20
 """Size of the largest file that is read: some ten thousand agents."""
 Z85_PATTERN: Final = r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z"
 _CHANNEL: Final = r"^(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,63})\Z"
+_END: Final = "# End of the list."
+_ANNOUNCED: Final = f"# It ends with the line {_END!r}: without that line it counts as cut."
 _HEAD: Final = (
     "# Who may connect to the coordinator, as what and where. Written by `weightbus trust`; a restart is not needed.\n"
-    "# Public keys only. Keep it writable by its owner alone.\n"
+    f"# Public keys only. Keep it writable by its owner alone.\n{_ANNOUNCED}\n"
 )
+"""Announces the last line: a file that was cut behind a whole entry looks complete otherwise. In comments, so that
+earlier releases read the file, and that an entry may be added by hand before or behind it."""
 _MEND: Final = (
     "mend it by hand, or move it away, and then run `weightbus trust add` anew for each agent, or put back a copy that"
     " was right"
@@ -163,6 +167,9 @@ def read_allow_list(path: Path) -> AllowListDocument:
         if "agents" not in document:
             cut = "empty" if not text.strip() else "without [agents]"
             raise AllowListUnusable(path, f"is {cut}, as after a write that was interrupted, expected [agents]", _MEND)
+        lines = [line.strip() for line in text.splitlines()]
+        if _ANNOUNCED in lines and _END not in lines:
+            raise AllowListUnusable(path, f"is cut: found no line {_END!r}, which its head announces", _MEND)
         trust = msgspec.convert(document, AllowListDocument)
         trust.principals()
     except FileNotFoundError as problem:
@@ -238,7 +245,8 @@ def edit_allow_list(path: Path) -> Generator[dict[str, AllowListEntry]]:
 
 def render_allow_list(agents: Mapping[str, AllowListEntry]) -> str:
     """The file with these entries. Nothing in an entry needs escaping: patterns bound all fields."""
-    return _HEAD + ("".join(_block(name, agents[name]) for name in sorted(agents)) or "\n[agents]\n")
+    blocks = "".join(_block(name, agents[name]) for name in sorted(agents)) or "\n[agents]\n"
+    return f"{_HEAD}{blocks}\n{_END}\n"
 
 
 def _usable(path: Path, text: str) -> str:

@@ -94,8 +94,11 @@ def test_an_unchanged_principal_stays_the_same_object(path: Path) -> None:
 
 def test_a_file_in_the_middle_of_an_edit_does_not_count(path: Path) -> None:
     """An editor that writes in place, or renames the file first, is not taken to have removed all agents (N45)."""
-    looked, good = Looked(path), path.read_bytes()
-    half = good[: good.index(b"[agents", good.index(b"[agents") + 1)]
+    written = path.read_bytes()
+    good = written[written.index(b"[agents") :]  # as one writes it by hand: no last line is announced
+    path.write_bytes(good)
+    looked = Looked(path)
+    half = good[: good.index(b"[agents", 1)]
     for content in (half, b"", good):
         path.write_bytes(content)
         assert looked.keys(later=RELOAD_S) == BOTH
@@ -106,6 +109,17 @@ def test_a_file_in_the_middle_of_an_edit_does_not_count(path: Path) -> None:
     assert looked.settled() == BOTH
     path.write_bytes(half)
     assert len(looked.settled()) == 1  # nobody goes on writing: it is what is wanted
+
+
+def test_a_file_that_was_cut_behind_an_entry_never_counts(path: Path) -> None:
+    """One that `weightbus trust` wrote tells its end, however long it rests without: the list before stands (N45)."""
+    looked, whole = Looked(path), path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"[agents", whole.index(b"[agents") + 1)])
+    assert looked.settled() == BOTH
+    assert "is cut" in looked.list.warning
+    path.write_bytes(whole)
+    assert looked.settled() == BOTH
+    assert looked.list.warning == ""
 
 
 @pytest.mark.parametrize(

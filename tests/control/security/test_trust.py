@@ -175,6 +175,33 @@ def test_what_is_wrong_is_named(path: Path, old: str, new: str, problem: str) ->
     assert "regex" not in str(refused.value)
 
 
+def test_a_list_that_was_cut_is_no_list(path: Path) -> None:
+    """Wherever it was cut, behind a whole entry too: no operator removed the agents that are missing (S7)."""
+    whole = path.read_text().rstrip("\n")
+    for length in range(len(whole)):
+        path.write_text(whole[:length])
+        with pytest.raises(AllowListUnusable):
+            read_allow_list(path)
+    entries = whole.split("\n[")
+    assert len(entries) == 3
+    path.write_text("\n[".join(entries[:2]))
+    with pytest.raises(AllowListUnusable, match=r"is cut: found no line '# End of the list\.'"):
+        read_allow_list(path)
+
+
+def test_a_list_that_is_edited_by_hand_needs_no_end(path: Path) -> None:
+    """One of an earlier release announces none; in one that does, an entry may also stand behind its end (N45)."""
+    written = path.read_text()
+    by_hand = "\n".join(line for line in written.splitlines() if not line.startswith("#"))
+    path.write_text(by_hand)
+    assert set(read_allow_list(path).agents) == {"e0", "t0"}
+    path.write_text(written + written.split("\n\n")[1].replace("e0", "e1").replace(E0.key, new_entry().key))
+    assert set(read_allow_list(path).agents) == {"e0", "e1", "t0"}
+    with edit_allow_list(path) as agents:
+        del agents["e1"]
+    assert path.read_text() == written
+
+
 def test_a_list_that_others_may_write_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write access to the file decides which trainer may publish (S7)."""
     for mode in (0o620, 0o602):
