@@ -1,9 +1,9 @@
 """Memory that a trainer rank exports and workers open: regions, leases, and the wire between both.
 
-On a host torch moves a storage into anonymous shared memory in place: parameters, views and optimizers go on as before.
-Nothing has a name in ``/dev/shm``, so a dead process leaves nothing behind, and the kernel keeps what a reader has
-mapped. One descriptor is open for each storage. On a GPU a region is what one cudaMalloc returned, and holds many
-storages; CUDA IPC names it by a handle of 64 bytes.
+On a host storages are moved into arenas of anonymous shared memory (shared_arenas.py): parameters, views and
+optimizers go on as before. Nothing has a name in ``/dev/shm``, so a dead process leaves nothing behind, and the kernel
+keeps what a reader has mapped. A region is an arena of many storages, or a storage that the trainer itself has shared.
+On a GPU a region is what one cudaMalloc returned, and holds many storages; CUDA IPC names it by a handle of 64 bytes.
 
 A reader asks for regions of one generation; the exporter answers with all of them, and with file descriptors in the
 same order for those in host memory. The connection that a reader keeps open is its lease: regions that it was granted
@@ -44,6 +44,7 @@ from ..processes import (
 )
 from .cuda_memory import HANDLE_BYTES, Driver, device_name
 from .export_map import ArenaParts, ExportedTensor, ExportMap, Region
+from .shared_arenas import Arena, ArenaLookup, movable, move
 from .shared_memory import addresses_of
 
 _MAX_MESSAGE: Final = 64 * 1024
@@ -109,16 +110,19 @@ class ExportedRegion:
     handle: bytes = b""
     """Its CUDA IPC handle on a GPU."""
     storages: tuple[torch.UntypedStorage, ...] = ()
+    arena: Arena | None = None
+    """The arena that it is: keeps the descriptor open."""
 
 
 class ExportableHostMemory:
-    """The memory of a host: a region for each storage."""
+    """The memory of a host: a region for each arena, and for each storage that the trainer shares itself."""
 
     outlives = True
     """True where a reader's mapping stays readable after the exporter frees the memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._lookup = ArenaLookup()
 
     def share(
         self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedRegion]
@@ -127,6 +131,7 @@ class ExportableHostMemory:
 
         An identity is never given to another region. Raises `NotExportable`.
         """
+        self._make_shareable(tensors)
         held: dict[int, ExportedRegion] = {}
         places: list[ExportedTensor] = []
         numbers: dict[int, int] = {}
@@ -146,11 +151,32 @@ class ExportableHostMemory:
     def settle(self) -> None:
         """Block until this process's writes are visible to others: a CPU has no pending ones."""
 
+    def _make_shareable(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move what is not shared into arenas. Raises `NotExportable`, before anything is moved if that can be known.
+
+        An empty storage has no memory, and no shard lies in it: `_place` is not asked for it.
+        """
+        lookup = ArenaLookup()
+        apart: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device == self._device and not lookup.of(address := storage.data_ptr()):
+                apart[address] = storage
+        apart = {address: each for address, each in apart.items() if not each.is_shared()}
+        if movable():
+            move(apart.values())
+        else:
+            _check_descriptors(len(apart))
+        self._lookup = ArenaLookup()
+
     def _place(self, tensor: torch.Tensor) -> tuple[int, int, Callable[[], ExportedRegion]]:
         """Identity of the tensor's region, the tensor's first byte in it, and how to export it."""
         storage = tensor.untyped_storage()
+        arena = self._lookup.of(storage.data_ptr())
+        if arena is not None:
+            return arena.address, tensor.data_ptr() - arena.address, lambda: _whole(arena)
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        return int(storage._cdata), offset, lambda: _share(storage)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return -int(storage._cdata), offset, lambda: _share(storage)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 class ExportableDeviceMemory(ExportableHostMemory):
@@ -167,9 +193,13 @@ class ExportableDeviceMemory(ExportableHostMemory):
         self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedRegion]
     ) -> tuple[dict[int, ExportedRegion], tuple[ExportedTensor, ...]]:
         """Name the allocations that the tensors lie in, after `settle`."""
-        self.settle()
         with torch.cuda.device(self._device):
             return super().share(tensors, known)
+
+    def _make_shareable(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The driver shares memory where it is."""
+        del tensors
+        self.settle()
 
     def settle(self) -> None:
         """Synchronize all streams: a training step may write on any."""
@@ -198,19 +228,39 @@ def exportable_memory_of(tensors: Sequence[torch.Tensor]) -> ExportableHostMemor
     return ExportableHostMemory(device) if device.type == "cpu" else ExportableDeviceMemory(device)
 
 
-def _share(storage: torch.UntypedStorage) -> ExportedRegion:
-    """Move a storage into shared memory in place."""
+def _whole(arena: Arena) -> ExportedRegion:
+    return ExportedRegion(Region(len(arena), "cpu"), fd=arena.fd, arena=arena)
+
+
+def _check_descriptors(storages: int) -> None:
+    """Raise `NotExportable` unless `storages` more descriptors can be open: torch would move some, and then fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    free = hard - len(list(Path("/proc/self/fd").iterdir())) - _SPARE_DESCRIPTORS
+    if storages > free:
+        raise NotExportable(
+            f"{storages} parameters would take a descriptor each with torch {torch.__version__}, and {max(0, free)} are"
+            f" free of the limit of open files ({hard}, {_SPARE_DESCRIPTORS} of them for other uses): raise it"
+            " (ulimit -n)"
+        )
+
+
+def _share(storage: torch.UntypedStorage) -> ExportedRegion:
+    """Export a storage that the trainer shares itself; any other is moved into shared memory in place."""
     try:
         # The private half of Tensor.share_memory_; test_exports.py fails when torch changes what it returns.
         fd, nbytes = cast("tuple[int, int]", storage._share_fd_cpu_())  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
     except RuntimeError as error:
         raise NotExportable(
             f"torch cannot move {storage.nbytes()} bytes into shared memory ({error}): enlarge /dev/shm "
-            f"(docker: --shm-size) or the limit of open files (now {hard}, {_SPARE_DESCRIPTORS} of them for other uses)"
+            "(docker: --shm-size) or the limit of open files (ulimit -n)"
         ) from error
+    if fd < 0:
+        raise NotExportable(
+            f"{storage.nbytes()} bytes of parameters are mapped from a file, which no other process can be given: load"
+            " them into memory"
+        )
     return ExportedRegion(Region(nbytes, "cpu"), fd=fd)
 
 
@@ -578,7 +628,13 @@ def _mapped(fd: int, nbytes: int) -> torch.Tensor:
     found = os.fstat(fd).st_size
     if found < nbytes:
         raise TransferFailed(f"a region of {nbytes} bytes came as {found} bytes of shared memory")
-    mapped = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+    try:
+        mapped = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+    except OSError as error:
+        raise TransferFailed(
+            f"a region of {nbytes} bytes cannot be mapped ({error.strerror}): raise the limit of open files (ulimit -n)"
+            " or of mappings (vm.max_map_count) for this process"
+        ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that it cannot be written, as intended
         return torch.frombuffer(mapped, dtype=torch.uint8)
