@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .entry_point import main as main
     from .key_commands import AgentKeys as AgentKeys, make_deployment_keys as make_deployment_keys
     from .settings import (
+        SettingsCommand as SettingsCommand,
         add_settings_flags as add_settings_flags,
         load_settings as load_settings,
         settings_from_args as settings_from_args,

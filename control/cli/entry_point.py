@@ -21,6 +21,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "coordinator": "weightbus.control.cli.commands:coordinator",
     "status": "weightbus.control.cli.commands:status",
     "plan": "weightbus.control.cli.plan_command:plan",
+    "check": "weightbus.check_command:check",
     "forget-channel": "weightbus.control.cli.commands:forget_channel",
     "forget-engine": "weightbus.control.cli.commands:forget_engine",
     "keygen": "weightbus.control.cli.key_commands:keygen",
@@ -35,6 +36,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
 """The same table as in pyproject.toml: it holds when weightbus runs from a tree that is not installed."""
 
 EXTRAS: Final[Mapping[str, str]] = {
+    "check": "engine",
     "engine-agent": "engine",
     "trainer-agent": "trainer",
     "rollback": "trainer",

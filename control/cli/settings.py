@@ -216,6 +216,7 @@ SECTIONS: Final = (
     "coordinator",
     "status",
     "plan",
+    "check",
     "forget_channel",
     "forget_engine",
     "keygen",

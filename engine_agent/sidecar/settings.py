@@ -3,7 +3,7 @@
 import enum
 import stat
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -153,7 +153,31 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} and {name}_file are both given, expected one: remove either")
 
 
-def read_keys(settings: EngineAgentSettings) -> tuple[Keys, dict[str, str]]:
+class NamesKeys(Protocol):
+    """Settings that name a server's keys, as they are or by files."""
+
+    @property
+    def api_key(self) -> str:
+        """The server's ``--api-key``; empty where it has none, or a file is named."""
+        ...
+
+    @property
+    def api_key_file(self) -> Path | None:
+        """File that holds it."""
+        ...
+
+    @property
+    def admin_api_key(self) -> str:
+        """The server's ``--admin-api-key``; empty as above."""
+        ...
+
+    @property
+    def admin_api_key_file(self) -> Path | None:
+        """File that holds it."""
+        ...
+
+
+def read_keys(settings: NamesKeys) -> tuple[Keys, dict[str, str]]:
     """The server's keys, and what to do about files that others can read, by setting. Raises `KeyFileUnusable`."""
     exposed: dict[str, str] = {}
     keys = Keys(

@@ -12,5 +12,10 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from .agent import TrainerAgent as TrainerAgent
     from .driver import Progress as Progress
+    from .version_plan import (
+        PlannedVersion as PlannedVersion,
+        SourceKind as SourceKind,
+        planned_version as planned_version,
+    )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -174,6 +174,7 @@ def test_every_command_shows_its_settings(command: str, capsys: pytest.CaptureFi
 
 
 _NEEDED = {
+    "check": ["--model=/models/m"],
     "coordinator": ["--insecure-loopback"],
     "engine-agent": ["--insecure-loopback", "--name=e0", "--channel=policy"],
     "trainer-agent": ["--insecure-loopback", "--channel=policy", "--watch=/checkpoints"],

@@ -1,0 +1,106 @@
+"""What a trainer of a checkpoint would publish, said before there is a trainer: from config and headers, no weights.
+
+It is made as a publication makes it: the tensors of a source, quantized as the served checkpoint requires
+(`as_served`), and a manifest with what is left (`VersionLayout`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from weightbus.dataplane.tensors import Left, Manifest, TensorSpec, covering
+
+from ..checkpoints import checkpoint_folder as folders, open_checkpoint
+from ..machine import UnfinishedCheckpoint
+from ..quantized import as_served
+from ..settings import TrainerSettings
+from ..source import SERVABLE_DTYPES, AssemblyFailed, UnsupportedModel, check_dtype
+from ..sources import CollectiveSource, SingleRank
+from ..sources.megatron import HFModel, hf_tensors
+from .bucket_staging import VersionLayout
+
+_FLOATS: Final = frozenset(SERVABLE_DTYPES)
+
+
+class SourceKind(enum.StrEnum):
+    """How a trainer presents its model."""
+
+    FILES = "files"
+    """By the names in the checkpoint's files: FSDP2, a plain module, an exporter, `weightbus trainer-agent`."""
+    MEGATRON = "megatron"
+    """By the family's table over the config: `MegatronSource`."""
+
+
+class PlannedVersion(msgspec.Struct, frozen=True):
+    """What every version would be."""
+
+    manifest: Manifest
+    source: SourceKind
+    trained: tuple[TensorSpec, ...]
+    """The tensors as the trainer's checkpoint has them, before casts and quantization; without those that are left."""
+
+
+class _PlannedSource(CollectiveSource):
+    """A source on one process that has names and no weights."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: str, tensors: Sequence[TensorSpec]) -> None:
+        super().__init__(SingleRank())
+        self.model = model
+        self.left: tuple[Left, ...] = ()
+        self._tensors = tuple(tensors)
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        return self._tensors
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        del out
+        raise AssemblyFailed(f"bucket {index} of {manifest.model} is planned only")
+
+
+def planned_version(folder: Path, settings: TrainerSettings, kind: SourceKind | None, dtype: str) -> PlannedVersion:
+    """The version that a trainer of the checkpoint in `folder` would publish with `settings`.
+
+    Args:
+        folder: the checkpoint; its config alone is enough for a family that has a table.
+        settings: of the trainer. What their `left` covers is not trained.
+        kind: how the model is presented; None: by its files, or by the table where there are none.
+        dtype: the ``dtype=`` that the source is given; empty for none.
+
+    Raises `BadCheckpoint` for a folder that does not tell, and `SourceError` for a model that cannot be served.
+    """
+    if dtype:
+        check_dtype(dtype, "dtype")
+    found = None if kind is SourceKind.MEGATRON else _by_files(folder, settings, required=kind is SourceKind.FILES)
+    kind = SourceKind.MEGATRON if found is None else SourceKind.FILES
+    model, tensors = found or _by_table(folder, settings, dtype)
+    trained = tuple(spec for spec in tensors if not covering(settings.left, spec.name))
+    cast = dtype and kind is SourceKind.FILES
+    sent = [msgspec.structs.replace(each, dtype=dtype) if cast and each.dtype in _FLOATS else each for each in trained]
+    source = as_served(_PlannedSource(model, sent), settings)
+    return PlannedVersion(VersionLayout.of(source, settings).manifest, kind, trained)
+
+
+def _by_files(folder: Path, settings: TrainerSettings, *, required: bool) -> tuple[str, Sequence[TensorSpec]] | None:
+    try:
+        checkpoint = open_checkpoint(folder, "", settings.hf_config_dir, dcp=False)
+    except UnfinishedCheckpoint:
+        if required or any(folder.glob("*.safetensors*")):
+            raise
+        return None
+    checkpoint.close()
+    return checkpoint.model, checkpoint.tensors
+
+
+def _by_table(folder: Path, settings: TrainerSettings, dtype: str) -> tuple[str, Sequence[TensorSpec]]:
+    model = HFModel.parse(folders.read_config(folder, settings.hf_config_dir))
+    if not (named := dtype or model.dtype):
+        raise UnsupportedModel(f"the config of {folder} names no dtype: give the one that the source is given (dtype)")
+    return model.architecture, hf_tensors(model, named)
