@@ -79,7 +79,7 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
         "activation_func": _gelu_tanh if "hidden_activation" in hf else nn.functional.silu,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
-        "qk_layernorm": any(part in tiny.architecture for part in ("Qwen3", "Glm4Moe", "MiniMax", "Gemma3")),
+        "qk_layernorm": any(part in tiny.architecture for part in ("Qwen3", "Glm4Moe", "MiniMax", "Gemma3", "Olmo")),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": torch.float32,
@@ -165,6 +165,8 @@ def _chunk(family: str, hf: Mapping[str, Any], layout: Layout, config: Any, vp_s
         spec = specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=layout.te, normalization="RMSNorm", vp_stage=vp_stage
         )
+    if family in {"olmo2", "olmo3"}:
+        _without_norms_before(spec)
     more: dict[str, Any] = {}
     if config.mtp_num_layers:
         more["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(
@@ -192,6 +194,18 @@ def _chunk(family: str, hf: Mapping[str, Any], layout: Layout, config: Any, vp_s
     return chunk.eval()
 
 
+def _without_norms_before(spec: Any) -> None:
+    """Take the norms before attention and MLP out of a block's layers."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+        for block, linear in ((layer.submodules.self_attention, "linear_qkv"), (layer.submodules.mlp, "linear_fc1")):
+            if "LayerNorm" in getattr(block.submodules, linear).__name__:
+                setattr(block.submodules, linear, TEColumnParallelLinear)
+
+
 def _hybrid(family: str, hf: Mapping[str, Any], layout: Layout) -> nn.Module:
     """0.19's HybridModel: each served layer is two of its layers, one of attention and one of an MLP."""
     from megatron.core import parallel_state
@@ -214,8 +228,11 @@ def _hybrid(family: str, hf: Mapping[str, Any], layout: Layout) -> nn.Module:
     ).eval()
 
 
+WIDE_NORMS = {"minimax_m2", "olmo2", "olmo3", "olmoe"}
+
+
 class _WideNorm(nn.RMSNorm):
-    """Over all heads at once, as MiniMax-M2 has it. Of heads that are spread over ranks only the weights are right."""
+    """Over all heads at once, as MiniMax-M2 and OLMo have it. Of heads on several ranks only the weights are right."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.flatten(-2)).view_as(x)
@@ -234,7 +251,7 @@ def _complete(family: str, hf: Mapping[str, Any], layout: Layout, chunk: Any) ->
     if "gemma3" in family and hasattr(chunk, "embedding"):
         chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output * hf["hidden_size"] ** 0.5)
     for layer in chunk.decoder.layers:
-        if family == "glm4":
+        if family in {"glm4", "olmo2", "olmo3"}:
             layer.post_self_attn_layernorm = nn.RMSNorm(hf["hidden_size"], eps)
             layer.post_mlp_layernorm = nn.RMSNorm(hf["hidden_size"], eps)
             layer.self_attention.register_forward_hook(_then(layer.post_self_attn_layernorm))
@@ -243,11 +260,12 @@ def _complete(family: str, hf: Mapping[str, Any], layout: Layout, chunk: Any) ->
             for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
                 linear.post_layernorm = _CenteredNorm(hf["hidden_size"], eps)
                 linear.register_forward_hook(_then(linear.post_layernorm))
-        if family == "minimax_m2":
+        if family in WIDE_NORMS:
             heads = hf["num_attention_heads"] // layout.tp
             groups = max(1, hf["num_key_value_heads"] // layout.tp)
-            layer.self_attention.q_layernorm = _WideNorm(heads * hf["head_dim"], eps)
-            layer.self_attention.k_layernorm = _WideNorm(groups * hf["head_dim"], eps)
+            size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+            layer.self_attention.q_layernorm = _WideNorm(heads * size, eps)
+            layer.self_attention.k_layernorm = _WideNorm(groups * size, eps)
 
 
 def _then(norm: nn.Module) -> Any:
@@ -263,7 +281,7 @@ def load(family: str, hf: Mapping[str, Any], chunks: Sequence[nn.Module], tensor
         state |= {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")}
         for local, parameter in state.items():
             full = _whole(family, hf.get("text_config", hf), chunk, local, tensors)
-            parameter.copy_(_part(local, parameter, full, wide="minimax" in family))
+            parameter.copy_(_part(local, parameter, full, wide=family in WIDE_NORMS))
 
 
 def _part(name: str, parameter: torch.Tensor, full: torch.Tensor, *, wide: bool) -> torch.Tensor:
@@ -380,6 +398,11 @@ _GEMMA_NORMS = {
     "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm.weight",
 }
+_OLMO_NORMS = {
+    "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
+    "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
+}
+_OTHER_NORMS = {"gemma3": _GEMMA_NORMS, "gemma3_vl": _GEMMA_NORMS, "olmo2": _OLMO_NORMS, "olmo3": _OLMO_NORMS}
 
 
 def _in_layer(  # noqa: PLR0911  one for each kind of parameter
@@ -395,10 +418,9 @@ def _in_layer(  # noqa: PLR0911  one for each kind of parameter
         return get("self_attn.q_a_layernorm.weight")
     if rest == "self_attention.out_norm.weight":
         return get("linear_attn.norm.weight") - 1
-    if "gemma3" in family and rest in _GEMMA_NORMS:
-        return get(_GEMMA_NORMS[rest])
-    if rest in _PLAIN:
-        return get(_PLAIN[rest])
+    names = _PLAIN | _OTHER_NORMS.get(family, {})
+    if rest in names:
+        return get(names[rest])
     if rest.startswith("self_attention.linear_qkv."):
         return _qkv(hf, *(get(f"self_attn.{part}_proj.{rest.rsplit('.', maxsplit=1)[-1]}") for part in "qkv"))
     if rest == "self_attention.in_proj.weight":

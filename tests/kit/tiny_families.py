@@ -102,13 +102,17 @@ _MINISTRAL3 = {
         "original_max_position_embeddings": 64,
     },
 }
+# Megatron-core has one rotation for all layers.
+_ONE_ROTATION = {
+    kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+}
 _GEMMA3 = {
     **_SIZES,
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 32,
     "sliding_window": 64,
-    "rope_local_base_freq": 10000.0,  # that of the other layers: Megatron-core has one rotation for all
+    "rope_local_base_freq": 10000.0,  # that of the other layers, too
 }
 _GEMMA3_CORE = {"layernorm_zero_centered_gamma": True, "softmax_scale": 32**-0.5, "window_size": (63, 0)}
 
@@ -272,6 +276,20 @@ FAMILIES: dict[str, Tiny] = {
         "Mistral3ForConditionalGeneration",
         {**_MINISTRAL3, "model_type": "ministral3"},
         vision={"model_type": "pixtral", **_TOWER},
+    ),
+    "olmo2": Tiny("Olmo2ForCausalLM", _NO_HEAD_DIM),
+    "olmo3": Tiny("Olmo3ForCausalLM", {**_NO_HEAD_DIM, "sliding_window": 64, "rope_parameters": _ONE_ROTATION}),
+    "olmoe": Tiny(
+        "OlmoeForCausalLM",
+        {
+            **_NO_HEAD_DIM,
+            "num_key_value_heads": 8,  # Megatron-Bridge sizes the norm of keys by all heads
+            "intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+        _MOE,
     ),
     "gemma3": Tiny("Gemma3ForCausalLM", _GEMMA3, _GEMMA3_CORE),
     "gemma3_vl": Tiny(

@@ -404,15 +404,21 @@ def _layers(fields: _Fields, family: Family) -> Iterator[LayerKind]:
         yield LayerKind(linear=linear and bool(family.linear_attention), experts=sparse and bool(family.experts))
 
 
-def _architecture(config: Mapping[str, object]) -> str:
+def named_architecture(config: Mapping[str, object]) -> str | None:
+    """The first of ``architectures``; None where there is no name."""
     named = config.get("architectures")
     first: object = None
     if isinstance(named, (list, tuple)) and named:
         first = named[0]  # pyright: ignore[reportUnknownVariableType]  # JSON: anything may be in the list
-    if not isinstance(first, str) or first not in FAMILIES:
+    return first if isinstance(first, str) else None
+
+
+def _architecture(config: Mapping[str, object]) -> str:
+    first = named_architecture(config)
+    if first is None or first not in FAMILIES:
         raise UnsupportedModel(
-            f"the Hugging Face config names {first!r}; these are served: {', '.join(FAMILIES)}. "
-            f"Others need a table in model_families.py, or ExportedSource where Megatron-Bridge knows them"
+            f"the Hugging Face config names {first!r}; these have a table: {', '.join(FAMILIES)}. Others need one in "
+            f"model_families.py, or Megatron-Bridge, which MegatronSource then uses by itself"
         )
     return first
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, Self, cast
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from torch import nn
 from weightbus.dataplane.tensors import Shard, Shards, stored_tensors
 
 from ...assembly import unreadable_reason
-from ...source import LayoutMismatch, RanksDisagree, UnknownParameter, UnsupportedModel, check_dtype
+from ...source import LayoutMismatch, RanksDisagree, SourceError, UnknownParameter, UnsupportedModel, check_dtype
 from ..collective_source import (
     DEFAULT_TIMEOUT_S,
     ParameterIdentity,
@@ -42,13 +42,54 @@ from ..collective_source import (
     ShardedSource,
     distinct_shards,
 )
+from .bridge_mode import BridgedSource
 from .config_checks import check_axes, check_config, check_padding, check_tied
-from .hf_model import TRAINING_ONLY, HFModel, ParameterMatch, advice_for, hf_tensors, match_parameter, untrained
+from .hf_model import (
+    TRAINING_ONLY,
+    HFModel,
+    ParameterMatch,
+    advice_for,
+    hf_tensors,
+    match_parameter,
+    named_architecture,
+    untrained,
+)
+from .model_families import FAMILIES
 from .parameter_mapping import Fusion, LocalParameter, ParallelRank, shards_of
 
 
 class MegatronSource(ShardedSource):
-    """The live weights of one Megatron-core model. Satisfies `PipelineSource`."""
+    """The live weights of one Megatron-core model. Satisfies `PipelineSource`.
+
+    Of a family without a table it is a `BridgedSource` (bridge_mode.py), which satisfies `Source` alone.
+    """
+
+    def __new__(
+        cls,
+        model_chunks: nn.Module | Sequence[nn.Module],
+        *,
+        hf_config: Path | str | Mapping[str, object],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        vocab_divisible_by: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Self:
+        """Choose by the family. Arguments are those of `__init__`, which is called for a family with a table."""
+        del vocab_divisible_by  # Megatron-Bridge cuts the padding by the config
+        architecture = _without_table(hf_config)
+        if architecture is None:
+            return super().__new__(cls)
+        source = BridgedSource(
+            chunks_of(model_chunks),
+            architecture=architecture,
+            served=_served(hf_config),
+            dtype=dtype,
+            device=device,
+            group=group,
+            timeout_s=timeout_s,
+        )
+        return cast("Self", source)  # to its callers a source like any other
 
     def __init__(
         self,
@@ -90,7 +131,7 @@ class MegatronSource(ShardedSource):
             distinct = distinct_shards(layouts, local.tensors)
             self._roots = roots_of(layouts, distinct)
         self._lagging = [lagging for chunk in chunks_of(model_chunks) for lagging in lagging_wrappers(chunk)]
-        self.served: Path | Mapping[str, Any] = hf_config if isinstance(hf_config, Mapping) else folder_of(hf_config)
+        self.served: Path | Mapping[str, Any] = _served(hf_config)
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         files = not isinstance(self.served, Mapping) and bool(stored_tensors(self.served))
         described = HFModel.parse(_read_config(hf_config))
@@ -110,6 +151,19 @@ class MegatronSource(ShardedSource):
         super()._settle_parameters()
         for wrapper in self._lagging:
             wrapper.start_param_sync(force_sync=True)
+
+
+def _without_table(config: Path | str | Mapping[str, object]) -> str | None:
+    """Architecture of a config, where no family table has it; None too for a config that names none."""
+    try:
+        named = named_architecture(_read_config(config))
+    except SourceError:
+        return None  # said on every rank by the source itself
+    return named if named not in FAMILIES else None
+
+
+def _served(config: Path | str | Mapping[str, object]) -> Path | Mapping[str, Any]:
+    return config if isinstance(config, Mapping) else folder_of(config)
 
 
 def folder_of(config: Path | str) -> Path:

@@ -77,6 +77,11 @@ GEMMA_NORMS: Final[Rules] = (
         "post_mlp_layernorm.weight mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight: hidden"
     ),
 )
+# Behind each block only.
+OLMO_NORMS: Final[Rules] = (
+    _norm("post_self_attn_layernorm.weight", "post_attention_layernorm.weight: hidden"),
+    _norm("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight: hidden"),
+)
 
 
 def _qkv(kind: str, query: str, key: str, fusion: Fusion, when: str | None = None) -> MappingRule:
@@ -281,6 +286,10 @@ _GEMMA3: Final = Family(
     activation="gelu_tanh",
 )
 
+_OLMO2: Final = Family(
+    attention=(*ATTENTION, *WIDE_HEAD_NORMS), norms=OLMO_NORMS, switches={**_BIASED, "qk_norm": True}
+)
+
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": Family(switches={**_BIASED, "mlp_bias": "mlp_bias"}),
     "Qwen2ForCausalLM": Family(switches={"qkv_bias": True}),
@@ -366,6 +375,14 @@ FAMILIES: Final[dict[str, Family]] = {
         section="text_config",
         megatron_prefix="language_model.",
         left_out=("vision_tower.", "multi_modal_projector."),
+    ),
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": _OLMO2,
+    "OlmoeForCausalLM": Family(
+        attention=(*ATTENTION, *WIDE_HEAD_NORMS),
+        experts=ROUTED_EXPERTS,
+        switches={**_BIASED, "qk_norm": True},
+        keys={"expert_ffn": "intermediate_size"},
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": msgspec.structs.replace(
