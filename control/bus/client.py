@@ -36,6 +36,7 @@ from ..protocol import (
     GetStatus,
     Heartbeat,
     Hello,
+    NotTrusted,
     PutBlob,
     RefusalCode,
     RequestId,
@@ -92,6 +93,7 @@ _Answered = tuple[ToAgent, bytes | None]
 
 
 _ABILITIES: Final[tuple[Mapping[str, object], ...]] = (
+    {"unclean": ""},
     {"trouble": "", "trouble_s": 0.0, "starting": False},
     {"supports_deferred_digests": False},
 )
@@ -276,6 +278,17 @@ class BusClient:
         """The refusal that keeps this agent out now, and the `time.monotonic` of the first one; None while welcomed."""
         error, since = self._session.refusal, self._session.refused_since
         return None if error is None or since is None else (error, since)
+
+    @property
+    def untrusted(self) -> NotTrusted | None:
+        """The error of an agent whose key is not trusted: it was refused, or its handshake was. None if neither was."""
+        refusal = self._session.refusal
+        if isinstance(refusal, NotTrusted):
+            return refusal
+        link = self._link
+        if not isinstance(link, DealerLink) or link.problem is not LinkProblem.UNTRUSTED:
+            return None
+        return NotTrusted("the coordinator does not trust this agent's key", self._trust_advice() + self._known_here())
 
     @property
     def unread_at(self) -> float | None:

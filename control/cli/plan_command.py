@@ -10,8 +10,8 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 
 from ..machine import TransferEnds
@@ -67,7 +67,7 @@ class PlanCommand(SettingsCommand[PlanSettings]):
         if given.json:
             print(encode_plan(view).decode())  # noqa: T201
             return 0
-        Console().print(render_plan(view, explain=given.explain))
+        status_view.print_unwrapped(Console(), render_plan(view, explain=given.explain))
         return 0
 
 
@@ -90,31 +90,38 @@ def _channel(view: PlanView, name: str) -> ChannelPlan:
     return view.channels[name]
 
 
-def render_plan(view: PlanView, *, explain: bool) -> RenderableType:
-    """One table for each channel; with `explain` also the reasons, and what a faster transport needs."""
-    return Group(
-        *(part for name, each in sorted(view.channels.items()) for part in _channel_table(name, each, explain))
-    )
+def render_plan(view: PlanView, *, explain: bool) -> Text:
+    """A paragraph for each channel; with `explain` also the reasons, and what a faster transport needs.
+
+    Lines are as long as their content, so that names and commands stay whole at any width.
+    """
+    shown = Text(no_wrap=True, overflow="ignore")
+    for number, (name, channel) in enumerate(sorted(view.channels.items())):
+        title, *lines = _channel_lines(name, channel, explain=explain)
+        shown.append(f"{chr(10) * 2 if number else ''}{terminal_safe(title)}", style="bold")
+        for line in lines:
+            shown.append(f"\n  {terminal_safe(line)}")
+    return shown
 
 
-def _channel_table(name: str, channel: ChannelPlan, explain: bool) -> Iterator[RenderableType]:
+def _channel_lines(name: str, channel: ChannelPlan, *, explain: bool) -> Iterator[str]:
     if channel.trainer is None:
-        yield Text(terminal_safe(f"channel {name}: no trainer has joined or published yet"))
+        yield f"channel {name}: no trainer has joined or published yet"
         return
-    title = Text(terminal_safe(f"channel {name}: {_trainer_line(channel.trainer)}"), style="bold")
-    table = Table(title=title, title_justify="left")
-    for column in ("engine", "transport", "bytes per GPU", "last round"):
-        table.add_column(column, overflow="fold")
+    yield f"channel {name}: {_trainer_line(channel.trainer)}"
+    rows = [("engine", "transport", "bytes per GPU", "last round")]
     for engine, each in sorted(channel.engines.items()):
         last = f"{each.last.value}, {each.last_s:.3f} s" if each.last else "-"
         way = each.transport.value if each.transport else "none"
-        table.add_row(Text(terminal_safe(engine)), way, _size(each.bytes_per_gpu), last)
-    yield table
+        rows.append((terminal_safe(engine), way, _size(each.bytes_per_gpu), last))
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
     if not channel.engines:
-        yield Text("no engine is here")
+        yield "no engine is here"
     if explain:
-        why = (line for engine, each in sorted(channel.engines.items()) for line in _explanation(engine, each))
-        yield Text("\n".join(map(terminal_safe, why)))
+        for engine, each in sorted(channel.engines.items()):
+            yield from _explanation(engine, each)
 
 
 def _trainer_line(trainer: TrainerPlan) -> str:

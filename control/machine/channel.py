@@ -455,7 +455,9 @@ class Channel:
             agent.name,
             routes,
             engines,
-            self._registry.fleet_at_start(self.committed, engines, routes, message.policy, catch_up=message.catch_up),
+            self._registry.fleet_at_start(
+                self.committed, engines, routes, message.policy, now, catch_up=message.catch_up
+            ),
             limits=self._limits,
             pending_commands=self._pending_commands,
             event_trace=self.event_trace,
@@ -575,7 +577,7 @@ class Channel:
         return True
 
     def engine_located(self, agent: Agent, report: Topology, now: float) -> Channel | None:
-        """Take an engine's topology report. Returns this channel if the engine has other trouble than before."""
+        """Take an engine's topology report. Returns this channel if other reasons keep the engine from serving."""
         engine = self.engines.get(agent.name)
         if engine is None:
             return None
@@ -777,7 +779,7 @@ class Channel:
         if round_ is None:
             raise InvariantBroken("a round was closed while none is running", self.event_trace)
         of = HeldVersion(version=round_.version, manifest=round_.publish.manifest, table=round_.table)
-        self._registry.round_closed(round_.participants.by_name.values(), of)
+        self._registry.round_closed(round_.participants.by_name.values(), of, now)
         self.round = None
         self._round_replies.remember(record.request, round_reply_of(record), now)
         stood_s = round_.publish.stood_s

@@ -10,7 +10,7 @@ compared by their digest tables, not by their numbers: after a rollback a number
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Final
 
 import msgspec
@@ -54,6 +54,11 @@ _IN_ROUND: Final[Mapping[EnginePhase | None, Decision]] = {
 
 
 _NONE: Final = Route(None, "")
+MAX_FAILURES: Final = 2
+"""Rounds in a row that an engine may fail in before one leaves it out: a first recovery is never put off."""
+BACK_OFF_S: Final = 2.0
+"""Seconds for which rounds leave it out then; twice as long after each further failure."""
+MAX_BACK_OFF_S: Final = 60.0
 LEFT_S: Final = 60.0
 """Seconds for which an engine that left on purpose, or whose trust was removed, stays in the status: `forget_s` is for
 engines that were lost, which an operator has to look for."""
@@ -121,12 +126,14 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     epoch_reported: bool = False
     """True once a heartbeat since its `Hello` has reported `seen_epoch`."""
     topology: Topology | None = None
-    """Its last topology report, without trouble."""
+    """Its last topology report, without trouble and without why it is not clean."""
     trouble: str = ""
     """Why its server can take no version now, by that report; empty if it can."""
     trouble_since: float = 0.0
     starting: bool = False
     """True if that server has held no version since its launch: a publication with too few engines waits for it."""
+    unclean: str = ""
+    """Why it is not clean, by that report; empty once it serves."""
     last_transport: TransportKind | None = None
     """Transport of the last version that it took, since its agent and the coordinator started."""
     last_transfer_s: float = 0.0
@@ -135,6 +142,12 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     """Version whose round paused it and left it not serving."""
     unacknowledged: bool = False
     """True if a round ended without its answer to the last command."""
+    failures: int = 0
+    """Rounds in a row in which its transfer failed while another engine took the version by the same transport."""
+    failure: str = ""
+    """Reason of the last of them."""
+    asked_at: float = 0.0
+    """Time until which rounds leave it out for its failures, if the other engines are enough."""
     _info: EngineInfo | None = None
     """Last result of `as_info`."""
     memory_released: bool = False
@@ -189,18 +202,57 @@ class EngineRecord(msgspec.Struct, kw_only=True):
         return known
 
     def note_topology(self, report: Topology, now: float) -> bool:
-        """Take a topology report. Returns True if the engine's trouble changed.
+        """Take a topology report. Returns True if the engine's trouble, or why it is not clean, changed.
 
-        Trouble is kept apart: a route does not depend on it, and is not chosen anew for it.
+        Both are kept apart: a route does not depend on them, and is not chosen anew for them.
         """
-        before = self.trouble, self.starting
+        before = self.trouble, self.starting, self.unclean
         self.trouble, self.trouble_since, self.starting = report.trouble, now - report.trouble_s, report.starting
-        self.topology = msgspec.structs.replace(report, trouble="", trouble_s=0.0, starting=False)
-        return before != (self.trouble, self.starting)
+        self.unclean = report.unclean
+        self.topology = msgspec.structs.replace(report, trouble="", trouble_s=0.0, starting=False, unclean="")
+        return before != (self.trouble, self.starting, self.unclean)
+
+    @property
+    def why_unclean(self) -> str:
+        """Why it is not clean: what its agent says, and what came of its last command if that is something else."""
+        own, told = self.unclean, self.reason
+        if own in told or told in own:
+            return max(own, told, key=len) or "waits for a verified version"
+        return f"{own}; {told}"
 
     def trouble_for(self, now: float) -> str:
         """The trouble with its duration; empty without any."""
         return lasting(self.trouble, now - self.trouble_since)
+
+    def note_round(self, participant: Participant, of: HeldVersion, *, others: bool, now: float) -> None:
+        """A round of version `of` closed. `others`: another engine took the version by this one's transport.
+
+        Only that shows that the cause is this engine's: else the trainer's half, or a group, may have failed for all.
+        """
+        if participant.phase not in FINISHED:
+            self.serving, self.unacknowledged, self.reason = False, True, participant.reason
+        if participant.is_down:
+            self.downed_by = of
+        if participant.phase is _SERVING:
+            self.failures = 0
+        elif participant.failed and others:
+            self.failures, self.failure = self.failures + 1, participant.reason
+            if self.failures >= MAX_FAILURES:
+                wait_s = BACK_OFF_S * 2.0 ** min(self.failures - MAX_FAILURES, 10)
+                self.asked_at = now + min(wait_s, MAX_BACK_OFF_S)
+
+    def keep_failures(self, before: EngineRecord) -> None:
+        """Go on counting where `before` ended. Another process, or another launch of the server, is asked at once."""
+        self.failures, self.failure = before.failures, before.failure
+        if (before.incarnation, before.info.generation) == (self.incarnation, self.info.generation):
+            self.asked_at = before.asked_at
+
+    def left_out(self, now: float) -> str:
+        """Why rounds leave the engine out now, if the other engines are enough; empty if they do not."""
+        if now >= self.asked_at:
+            return ""
+        found = f"its transfer failed in {self.failures} rounds in a row, the last time with {self.failure!r}"
+        return f"{found}: mend that, and launch its server or its agent again, or wait {self.asked_at - now:.0f} s"
 
     def note_memory(self, committed: HeldVersion | None, *, released: bool) -> None:
         """Record whether its memory is released; `committed` is the current version."""
@@ -216,7 +268,7 @@ class EngineRecord(msgspec.Struct, kw_only=True):
         """Apply an answer to a round's command. Returns True if readiness may have changed."""
         phase, health, serving = participant.phase, self.health, self.serving
         if phase is _SERVING:
-            self.health, self.serving, self.held, self.reason = _CLEAN, True, committed, ""
+            self.health, self.serving, self.held, self.reason, self.unclean = _CLEAN, True, committed, "", ""
             self.last_transport, self.last_transfer_s = participant.transport, participant.seconds.get("transfer", 0.0)
             return True
         self.reason = participant.reason
@@ -241,7 +293,7 @@ def readiness(engine: EngineRecord, phase: EnginePhase | None, window: AllowedVe
     if not engine.alive:
         return Decision(RefusalCode.NOT_ALLOWED, engine.reason or "not here")
     if engine.trouble or engine.health is not _CLEAN:
-        unclean = f"{engine.health.value}: {engine.reason or 'waits for a verified version'}"
+        unclean = f"{engine.health.value}: {engine.why_unclean}"
         return Decision(RefusalCode.NOT_ALLOWED, engine.trouble or unclean)
     if phase not in GENERATING:
         return _IN_ROUND[phase]
@@ -292,19 +344,19 @@ class EngineRegistry:
 
     def fleet_at_start(
         self, committed: HeldVersion | None, among: Container[AgentId], routes: Mapping[AgentId, Route], policy: Policy,
-        *, catch_up: bool,
+        now: float, *, catch_up: bool,
     ) -> FleetAtStart:  # fmt: skip
         """The engines as a round with those in `among` begins; `catch_up` marks the round of a resync.
 
-        Engines with an unacknowledged command, or with trouble, are listed only if the others in `routes` are enough
-        for `policy`; those with trouble also if no transport reaches them.
+        Engines with an unacknowledged command, with trouble, or that failed again and again, are listed only if the
+        others in `routes` are enough for `policy`; those with trouble also if no transport reaches them.
         """
         here = [engine for engine in self.engines.values() if engine.alive]
         pending = self._pending_commands
         down = frozenset(each.name for each in here if catch_up and each.downed_by == committed and not each.serving)
         serving = (each.name for each in here if _serves(each, committed))
         late = frozenset(each.name for each in here if each.unacknowledged and pending.get(each.name) is not None)
-        troubled = {each.name: each.trouble for each in here if each.trouble}
+        troubled = {each.name: why for each in here if (why := each.trouble or each.left_out(now))}
         others = sum(
             route.transport is not None and name not in late and name not in troubled for name, route in routes.items()
         )
@@ -340,7 +392,10 @@ class EngineRegistry:
 
     def joined(self, agent: Agent) -> EngineRecord:
         """An engine said `Hello`: its record begins anew."""
-        engine = self.engines[agent.name] = EngineRecord.of(agent)
+        before, engine = self.engines.get(agent.name), EngineRecord.of(agent)
+        if before is not None:
+            engine.keep_failures(before)
+        self.engines[agent.name] = engine
         self.recheck(agent.name)
         return engine
 
@@ -391,16 +446,15 @@ class EngineRegistry:
             abort = Abort(channel=self._channel, epoch=epoch, reason=reason, deadline_s=self._limits.abort_s)
             self._pending_commands.assign(engine.name, abort, now)
 
-    def round_closed(self, participants: Iterable[Participant], of: HeldVersion) -> None:
+    def round_closed(self, participants: Collection[Participant], of: HeldVersion, now: float) -> None:
         """A round of version `of` closed. Its unfinished engines do not serve."""
+        taken_by = {each.transport for each in participants if each.phase is _SERVING}
         for participant in participants:
             if (engine := self.engines.get(participant.name)) is None:
                 continue
+            engine.note_round(participant, of, others=participant.transport in taken_by, now=now)
             if participant.phase not in FINISHED:
-                engine.serving, engine.unacknowledged, engine.reason = False, True, participant.reason
                 self.recheck(engine.name)
-            if participant.is_down:
-                engine.downed_by = of
 
     def settle_idle(self, epoch: Epoch, committed: HeldVersion | None, now: float) -> None:
         """Settle engines that hold the committed version, do not serve and have no pending command."""
@@ -423,7 +477,7 @@ class EngineRegistry:
         if pending is None or pending.epoch != message.epoch:
             return False
         if isinstance(message, Serving):
-            engine.serving, engine.health, engine.reason = True, EngineHealth.CLEAN, ""
+            engine.serving, engine.health, engine.reason, engine.unclean = True, EngineHealth.CLEAN, "", ""
             named = (pending.version, pending.table) if isinstance(pending, Commit) else None
             if committed and named == (message.version, committed.table):  # a number may stand for other weights by now
                 engine.held = committed

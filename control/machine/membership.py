@@ -376,7 +376,10 @@ def _not_by_key(message: Hello, principal: Principal) -> str:
     if principal.role is not message.role:
         return f"{message.agent!r} is trusted as {principal.role.value}, not as {message.role.value}"
     if not principal.covers(message.channel):
-        return f"{message.agent!r} is trusted in {', '.join(principal.channels)}, not in {message.channel!r}"
+        found = f"{message.agent!r} is trusted in {', '.join(principal.channels)}, not in {message.channel!r}"
+        channels = ",".join((*principal.channels, message.channel))
+        wider = f"`weightbus trust add {message.agent} --role {message.role.value} --channels {channels}`"
+        return f"{found}: name one of those with --channel, or run {wider} where the coordinator runs"
     return ""
 
 

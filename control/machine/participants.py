@@ -88,6 +88,8 @@ class Participant(msgspec.Struct, kw_only=True):
     """True if it served when the round began, or if an earlier round of the same version stopped it."""
     paused: bool = False
     """True once this round has told it to pause."""
+    failed: bool = False
+    """True if its last attempt failed once it had been told to pause: others may have waited for it."""
     spared: bool = False
     """True if the last attempt sent it nothing, only because another engine failed."""
 
@@ -132,7 +134,8 @@ class FleetAtStart(NamedTuple):
     unacknowledged: frozenset[AgentId] = frozenset()
     """Engines with an unacknowledged command of an earlier round: this round does not wait for them."""
     troubled: Mapping[AgentId, str] = {}
-    """Engines whose servers are known to take no version now, with the reason: this round does not ask them."""
+    """Engines that this round does not ask, with the reason: their servers are known to take no version now, or they
+    have failed again and again."""
 
 
 STILL_SERVING: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)
@@ -151,6 +154,8 @@ _OUT_OF_WAVE: Final = frozenset({EnginePhase.BROKEN, EnginePhase.LEAVING, Engine
 """Phases of an engine that was excluded from a running attempt."""
 TRANSFER_PENDING: Final = (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING)
 """Phases of an engine that is told to pause and has neither taken the version nor left the round."""
+_LOADING: Final = (*TRANSFER_PENDING, EnginePhase.TRANSFERRED)
+"""Phases of an engine that is paused and not verified yet."""
 _PREPARING: Final = EnginePhase.PREPARING
 _PREPARED: Final = EnginePhase.PREPARED
 _RESUMING: Final = EnginePhase.RESUMING
@@ -353,7 +358,7 @@ class Participants:
                 )
                 continue
             self._move(participant, EnginePhase.PAUSING)
-            participant.epoch, participant.spared, participant.paused = epoch, False, True
+            participant.epoch, participant.spared, participant.paused, participant.failed = epoch, False, True, False
             paused.append(participant)
         if self._publish.policy.min_engines > 1:
             self._deferred_offers = by_kind
@@ -420,6 +425,7 @@ class Participants:
         """
         if reason and reason != participant.reason:
             self._note_failure(participant, reason)
+        participant.failed |= participant.phase in _LOADING
         self._move(participant, EnginePhase.LEAVING)
         self._pending_commands.assign(participant.name, self._commands.abort(participant, told or reason), now)
 
@@ -571,6 +577,7 @@ class Participants:
 
     def _break(self, participant: Participant, reason: str) -> None:
         self._note_failure(participant, reason)
+        participant.failed = True
         self._move(participant, EnginePhase.BROKEN)
         self._pending_commands.drop(participant.name)
 

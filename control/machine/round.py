@@ -433,7 +433,8 @@ class Round:
         if left >= self._needed or self.durable:
             return True
         why = "; ".join(f"{m.name}: {m.reason}" for m in self.participants.by_name.values() if m.reason)
-        self._abort(f"{left} engines can take the version, {self._needed} are needed ({why or 'none joined'})", now)
+        missing = f"none joined: start `weightbus engine-agent --channel {self.channel}` beside each server"
+        self._abort(f"{left} engines can take the version, {self._needed} are needed ({why or missing})", now)
         return False
 
     def _begin_wave(self, now: float) -> None:

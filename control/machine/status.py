@@ -271,6 +271,7 @@ def _engine(
     verdict = readiness(engine, channel.phase(engine.name), channel.versions_allowed_to(engine.name))
     held, committed, info = engine.held, channel.committed, engine.info
     trouble = engine.trouble_for(now) if engine.alive else ""
+    left_out = engine.left_out(now) if engine.alive and not verdict.ok else ""
     version = held.version if held else None
     known = held is None or _was_committed(held, committed, past)
     behind = held.version if held and known and committed and held.version <= committed.version else 0
@@ -280,7 +281,7 @@ def _engine(
         version=version,
         lag=committed.version - behind if committed else 0,
         ready=verdict.ok,
-        reason=f"starting: {trouble}" if trouble and engine.starting else trouble or verdict.reason,
+        reason=f"starting: {trouble}" if trouble and engine.starting else trouble or left_out or verdict.reason,
         last_seen_s=_last_seen(engine.name, members, now),
         incarnation=engine.incarnation,
         server_version=info.server_version,

@@ -490,6 +490,9 @@ class Topology(Message, frozen=True, tag="Topology"):
     starting: bool = False
     """True if that server has held no version since its launch, or was never reached: it may still compile or capture
     graphs, and a publication with too few engines waits for it."""
+    unclean: Text = ""
+    """Why the engine's weights are not clean, or why it does not generate, outside of a round: such as what another
+    party did to its server. Empty while it is clean. A round takes the engine in as ever."""
 
 
 class Bye(Message, frozen=True, tag="Bye"):

@@ -1,6 +1,7 @@
 """HTTP port of the coordinator, the engine agent and the watcher: metrics, health and a read-only status.
 
-Pages are read by GET. A process that takes commands over HTTP passes them as `actions`, requested by POST.
+Pages are read by GET, or by HEAD without their bodies. A process that takes commands over HTTP passes them as
+`actions`, requested by POST.
 
 The port has no secrets and no authentication, so it listens on the loopback unless configured otherwise. Its callables
 run on HTTP threads and must return snapshots instead of reading another thread's state.
@@ -171,11 +172,12 @@ class _Application:
         self._named = named
 
     def __call__(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        answer = self._answer(request["REQUEST_METHOD"], request["PATH_INFO"])
+        method = request["REQUEST_METHOD"]
+        answer = self._answer("GET" if method == "HEAD" else method, request["PATH_INFO"])
         length = str(len(answer.body))
         headers = [("Content-Type", answer.content_type), ("Content-Length", length), *answer.headers]
         start(f"{answer.status.value} {answer.status.phrase}", headers)
-        return (answer.body,)
+        return () if method == "HEAD" else (answer.body,)
 
     def _answer(self, method: str, path: str) -> HttpAnswer:
         routes = self._routes.get(method)

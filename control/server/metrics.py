@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 import io
 import logging
+import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final, Never, TextIO, assert_never, get_args
 
@@ -269,6 +270,7 @@ def configure_logging(level: str = "info", style: str = "auto") -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            RepeatedWarnings(),
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *(_for_people() if human else _for_programs()),
         ],
@@ -304,7 +306,43 @@ def _for_programs() -> tuple[structlog.typing.Processor, ...]:
 
 
 def _for_people() -> tuple[structlog.typing.Processor, ...]:
-    return _made_plain, structlog.dev.ConsoleRenderer(exception_formatter=_plain_traceback)
+    colors = sys.stderr.isatty()  # a file is read by other programs too
+    return _made_plain, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_plain_traceback)
+
+
+class RepeatedWarnings:
+    """A processor that passes a warning once, and then once a minute with the number of those withheld since.
+
+    Two warnings are the same if all fields are, but for numbers in texts: "for 4 s", "for 9 s".
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """When each was passed last, and how often it was withheld since; the oldest are dropped."""
+
+    def __call__(self, _logger: object, _name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        """Pass the event, or raise `structlog.DropEvent`."""
+        if event.get("level") not in {"warning", "error"} or event.get("exc_info"):
+            return event
+        texts = {name: _NUMBER.sub("#", each) if isinstance(each, str) else each for name, each in event.items()}
+        key, now = repr(texts), self._clock()
+        at, withheld = self._seen.get(key, (float("-inf"), 0))
+        if now < at + REPEATED_S:
+            self._seen[key] = (at, withheld + 1)
+            raise structlog.DropEvent
+        self._seen[key] = (now, 0)
+        self._seen.move_to_end(key)
+        while len(self._seen) > _MOST_WARNINGS:
+            self._seen.popitem(last=False)
+        return {**event, "repeated": withheld} if withheld else event
+
+
+REPEATED_S: Final = 60.0
+"""Seconds for which a warning that was logged is not logged again."""
+_MOST_WARNINGS: Final = 512
+_NUMBER: Final = re.compile(r"(?<![\w.:-])\d+(\.\d+)?(?= ?(s|ms)\b)")
+"""A number of seconds. Other numbers, such as ports and versions, make another warning."""
 
 
 def _made_plain(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -118,10 +118,12 @@ def render_page(view: StatusView | StandbyView, *, ready: bool, situation: str, 
     if isinstance(view, StandbyView):
         where = f"{_text(view.leader)} leads, at {_text(view.endpoint)}" if view.leader else "no leader is known"
         lines.append(f"<section><h2>This coordinator stands by</h2><p>{where}</p></section>")
-    elif not view.channels:
-        lines.append("<section><h2>No channel yet</h2><p>No trainer and no engine has joined.</p></section>")
     else:
+        if to_mend := "".join(f'<p class="why">{_text(each)}</p>' for each in (*view.warnings, *view.refused)):
+            lines.append(f"<section><h2>To be mended</h2>{to_mend}</section>")
         lines += (_channel(name, channel) for name, channel in sorted(view.channels.items()))
+        if not view.channels:
+            lines.append("<section><h2>No channel yet</h2><p>No trainer and no engine has joined.</p></section>")
     main = "\n".join(lines)
     page = f"""<!doctype html>
 <html lang="en">

@@ -171,6 +171,8 @@ class EngineMachine:
         self._ticked_at = self._awake_since = 0.0
         self._orphaned = False
         """True while the server may not be clean, and no coordinator was heard of for `orphaned_s`."""
+        self._declined = ""
+        """Why the last version that was announced does not fit the server; empty once one does."""
         self._stilled = ""
         """Why a clean server that this sidecar has not paused does not generate; empty while it does."""
 
@@ -243,6 +245,7 @@ class EngineMachine:
             operations=self._numbers,
             checkpoint=self._checkpoint,
             orphaned=self._orphaned,
+            declined=self._declined,
         )
 
     def check(self) -> None:
@@ -431,7 +434,9 @@ class EngineMachine:
     def _validated(self, command: ToEngine | None, result: Result, seconds: float) -> tuple[Effect, ...]:
         assert isinstance(command, Prepare)
         if isinstance(result, OperationFailed):
+            self._declined = f"version {command.version} was refused: {result.reason}"
             return self._fail(command, Step.PREPARE, result.reason)
+        self._declined = ""
         self._prepared = (command.version, command.manifest, command.table)
         self._can_double_buffer = isinstance(result, OperationDone) and result.double_buffered
         self._reached = Step.PREPARE
@@ -808,6 +813,8 @@ class ServerView(msgspec.Struct, frozen=True):
     """Folder of the checkpoint that the server was launched with; after a load from files the server names another."""
     orphaned: bool = False
     """True while the server may not be clean, and no coordinator was heard of for the setting `orphaned_s`."""
+    declined: str = ""
+    """Why the last version that was announced does not fit the server; empty once one does."""
 
     @property
     def on_its_way(self) -> bool:

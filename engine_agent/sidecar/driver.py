@@ -232,6 +232,8 @@ class EngineAgent:
         )
         self._told_trouble: Trouble | None = None
         """Trouble as the coordinator was told it last."""
+        self._unclean = ""
+        """Why the server is not clean, as the coordinator was told it last; empty while it is."""
         self._unwelcome = "the coordinator has not answered yet"
         """Why this sidecar has not joined; empty once it has."""
         self._file_resync = FileResync(settings.saved_dir, settings, self._executor) if settings.saved_dir else None
@@ -352,14 +354,21 @@ class EngineAgent:
         return trouble if trouble is None or not self._view.up or trouble.starting else None
 
     def _tell_trouble(self) -> None:
-        """Report the topology again when the trouble has changed. Its duration alone is no change."""
-        trouble = self._trouble()
-        if trouble == self._told_trouble:
+        """Report the topology again when the trouble has changed, or why the server is not clean.
+
+        The duration of a trouble alone is no change. A round tells its own reasons.
+        """
+        trouble, unclean, view = self._trouble(), self._unclean, self._view
+        if view.health is EngineHealth.CLEAN or not view.up:
+            unclean = ""
+        elif view.reached is None:
+            unclean = view.reason
+        if trouble == self._told_trouble and unclean == self._unclean:
             return
-        self._told_trouble = trouble
-        if trouble is None:
+        before, self._told_trouble, self._unclean = self._told_trouble, trouble, unclean
+        if trouble is None and before is not None:
             self._log.info("server_in_order", server=self.settings.server)
-        else:
+        elif trouble is not None and trouble != before:
             self._log.warning("server_in_trouble", reason=trouble.reason, starting=trouble.starting)
         if self._bus is not None:
             self._bus.report_topology()
@@ -703,6 +712,8 @@ class EngineAgent:
             places = self._locations[1] or places_on(self._executor.devices)
             lacking = self._server.missing_transports()
             found = topology_of(lacking, self.settings.transports, folder, places, self._executor.takes)
+        if self._unclean:
+            found = msgspec.structs.replace(found, unclean=clip(self._unclean))
         if trouble is None:
             return found
         return msgspec.structs.replace(
@@ -744,7 +755,10 @@ class EngineAgent:
         if now - self._heard_at() <= silence:
             return ""
         heard = self._heard_at()
-        return "the coordinator was not heard of yet" if heard < 0 else _since("the coordinator is silent", now - heard)
+        found = "the coordinator was not heard of yet"
+        found = found if heard < 0 else _since("the coordinator is silent", now - heard)
+        untrusted = bus.untrusted if bus else None
+        return f"{found} ({untrusted})" if untrusted else found
 
     def _readiness(self) -> Readiness:  # noqa: PLR0911  a list of reasons
         """Whether clients may be sent here: the server generates from one complete, verified set of weights."""
@@ -766,7 +780,8 @@ class EngineAgent:
         found = f"version {view.held.version}" if view.held else "the weights of its launch"
         max_lag = bus.max_lag if bus else 0
         if committed is not None and (view.held is None or not 0 <= committed - view.held.version <= max_lag):
-            return Readiness(False, f"holds {found}, committed is {committed}")
+            why = f": {view.declined}" if view.declined else ""
+            return Readiness(False, f"holds {found}, committed is {committed}{why}")
         return Readiness(True, found)
 
     def _status(self) -> bytes:
@@ -934,9 +949,11 @@ class ServerMonitor:
         if self._worker_died():
             return
         try:
+            before = self._known.identity if self._known and self._up else ""
             if not self._up or self._process_ended() or self._server.label(self._timeout_s) != self._server.last_label:
                 self._find()
-            elif self._watch is not None and self._watch.due:
+            same = self._up and self._known is not None and self._known.identity == before  # whatever its label is
+            if same and self._watch is not None and self._watch.due:
                 self._watch_it(self._watch)
             self._misses = 0
         except ServerError as error:

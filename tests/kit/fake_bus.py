@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from weightbus.control import protocol as m
-from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
+from weightbus.control.protocol.errors import CoordinatorUnreachable, NotTrusted, RequestRefused
 from weightbus.control.protocol.messages import AgentId, Digest, Epoch, RequestId
 from weightbus.dataplane.tensors.manifest import blob_digest
 
@@ -53,6 +53,7 @@ class FakeCoordinator:
         self.refusal: tuple[RequestRefused, float] | None = None
         """The refusal that keeps the agent out now."""
         self.unread_at: float | None = None
+        self.untrusted: NotTrusted | None = None
         self._inbox: deque[m.ToAgent] = deque()
         self._arrived = threading.Condition()
         self._keys = itertools.count(1)

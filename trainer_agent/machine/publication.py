@@ -476,6 +476,7 @@ class Publication:
                 why = "; ".join(f"{name}: {reason}" for name, reason in self._missing.items())
                 found = self._gathering.reason if self._gathering else ""
                 reason = f"{found}; waited {self.limits.engines_s:g} s for engines ({why or 'no other has joined'})"
+                reason = f"{reason}; `weightbus status` shows what keeps each of them"
                 return self._finish(PublicationResult(EndReason.ABORTED, reason))
             case PublicationState.ABANDONING:
                 reason = f"the round was given up, and its end was not heard of for {self.limits.abandon_s:g} s"

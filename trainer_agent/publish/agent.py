@@ -44,6 +44,7 @@ from weightbus.control.protocol import (
     TrainerInfo,
     TransportKind,
     WeightbusError,
+    Welcome,
 )
 from weightbus.control.security import (
     agent_key_files,
@@ -692,13 +693,25 @@ def start_rank_zero(
             ),
             make_sender=lambda kind: transports.by_name(kind).sender(sender_context),
             senders={},
-            boot=bus.start(settings.connect_timeout_s).boot,
+            boot=_join(bus, settings).boot,
             progress=progress,
             signer=PublicationSigner(settings, curve) if curve else None,
             archive=archive,
         )
         undo.pop_all()
     return RankZero(context, pool, source, memory_export, replicas)
+
+
+def _join(bus: BusClient, settings: TrainerSettings) -> Welcome:
+    """Join the coordinator. One that refuses this key is not waited for longer than one of its answers is."""
+    first_s = min(settings.request_timeout_s, settings.connect_timeout_s)
+    try:
+        return bus.start(first_s)
+    except CoordinatorUnreachable:
+        left_s = settings.connect_timeout_s - first_s
+        if left_s <= 0 or bus.untrusted:
+            raise
+        return bus.start(left_s)
 
 
 def _archive(source: Source, settings: TrainerSettings) -> Archive | None:

@@ -260,6 +260,8 @@ class PublicationDriver:
             self._log.debug("refused", code=refused.code.value, reason=refused.reason)
             return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
         except CoordinatorUnreachable as silence:
+            if (untrusted := self._context.bus.untrusted) is not None:  # a new connection is refused without a word
+                return self._untrusted(untrusted)
             if not self._silent:
                 self._log.warning("coordinator_silent", error=str(silence))
             self._silent = True
@@ -292,6 +294,8 @@ class PublicationDriver:
         """The next event; None after a short while, so that the caller looks again."""
         now = time.monotonic()
         deadline = self.machine.deadline
+        if (refused := self._context.bus.untrusted) is not None:
+            return self._untrusted(refused)
         if deadline is not None and now >= deadline:
             return ev.Tick()
         if now >= self._keep_alive_at:

@@ -536,6 +536,8 @@ def test_friend_with_a_key(tmp_path: Path) -> None:
                 return str(why.value)
 
             coordinator.wait_for(lambda: "has another key for it" in unheard())
+            assert "weightbus trust add" in str(other.untrusted)
+            assert friend.untrusted is None
     finally:
         coordinator.die()
 
@@ -692,6 +694,30 @@ def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypa
         count = there.count(Topology)
         assert client.status() == b"{}"
         assert there.count(Topology) == count
+
+
+def test_a_coordinator_of_the_last_release_is_told_all_but_why_an_engine_is_not_clean(
+    there: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest field goes first: the trouble of a server is still told (N44)."""
+    monkeypatch.setattr(client_module, "TOPOLOGY_S", 1.0)
+
+    def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, Topology) and item.message.unclean:
+            return Refused(request=RequestId("rejected"), code=RefusalCode.NOT_ALLOWED, reason="unknown field"), None
+        return (Ack(request=item.message.request), None) if isinstance(item.message, Topology) else there.usual(item)
+
+    there.answer = older
+    client = BusClient(
+        BusSettings(endpoint=f"tcp://127.0.0.1:{there.port}", timing=QUICK),
+        hello,
+        topology=lambda: Topology(request=RequestId("filled in"), trouble="compiles", unclean="labeled by another"),
+    )
+    with client:
+        client.start(DEADLINE_S)
+        there.wait_for(lambda: any(isinstance(each, Topology) and not each.unclean for each in there.seen))
+        there.wait_for(lambda: not client._session.pending)
+        assert {each.trouble for each in there.seen if isinstance(each, Topology)} == {"compiles"}
 
 
 def test_a_bounded_set_keeps_the_last_ones() -> None:

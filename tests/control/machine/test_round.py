@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from weightbus.control.machine.effects import Committed, ConnectionLost, EngineFailed, EpochTaken, SendTo
 from weightbus.control.machine.states import EnginePhase, Limits, RoundState
+from weightbus.control.machine.status import EngineView
 from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
@@ -1425,6 +1426,107 @@ def test_trouble_is_shown_with_its_duration_and_keeps_an_engine_off_the_list() -
     trouble(slow, "")
     world.settle()
     assert len(world.ready) == 2
+
+
+def test_why_an_engine_is_not_clean_is_shown_until_it_serves_again() -> None:
+    """What another party did to its server, as its agent says, beside what came of its last command (N57)."""
+    world, _, touched, trainer = fleet()
+    assert outcomes(world, trainer, 1)["e1"] is Outcome.COMMITTED
+
+    def shown() -> EngineView:
+        return world.machine.status(world.now).channels[CHANNEL].engines["e1"]
+
+    held = touched.held
+
+    def is_now(health: EngineHealth, unclean: str) -> None:
+        touched.health, touched.held = health, held if health is EngineHealth.CLEAN else None
+        touched.say(Topology(request=touched.key(), unclean=unclean))
+        touched.say(touched.heartbeat())
+        world.settle()
+
+    is_now(EngineHealth.PENDING, "another party has paused the server")
+    assert (shown().ready, shown().reason) == (False, "pending: another party has paused the server")
+    is_now(EngineHealth.CLEAN, "")
+    assert (shown().ready, shown().reason) == (True, "")
+    is_now(EngineHealth.PENDING, "another party changed its weights")
+    touched.fail(Prepare, Step.PREPARE, EngineHealth.PENDING, "no space left")
+    assert outcomes(world, trainer, 2)["e1"] is not Outcome.COMMITTED
+    assert "another party changed its weights; prepare: no space left" in shown().reason
+    assert outcomes(world, trainer, 3)["e1"] is Outcome.COMMITTED
+    assert (shown().ready, shown().reason) == (True, "")
+
+
+def test_an_engine_that_fails_again_is_left_out_for_longer_each_time() -> None:
+    """Not after its first failure, nor for longer than its wait; a version that it takes ends the count (N65, G4)."""
+    world, well, bad, trainer = fleet()
+    trainer.policy = Policy(retries=0)
+    versions = iter(range(1, 100))
+
+    def takes(*, fails: bool = True) -> Outcome:
+        bad.script.clear()
+        if fails:
+            bad.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "no space left")
+        asked = len(bad.got(Prepare))
+        done = world.publish(trainer, next(versions))
+        by_name = {each.engine: each for each in done.engines}
+        assert by_name["e0"].outcome is Outcome.COMMITTED
+        if len(bad.got(Prepare)) == asked:
+            assert "its transfer failed in" in by_name["e1"].reason
+            assert "no space left" in by_name["e1"].reason
+        return by_name["e1"].outcome
+
+    assert [takes(), takes()] == [Outcome.QUARANTINED] * 2
+    for wait_s in (2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+        assert takes() is Outcome.ABORTED
+        world.advance(wait_s - 1.5)
+        assert takes() is Outcome.ABORTED
+        assert "no space left" in world.machine.status(world.now).channels[CHANNEL].engines["e1"].reason
+        world.advance(1.5)
+        assert takes() is Outcome.QUARANTINED
+    world.advance(60.0)
+    assert takes(fails=False) is Outcome.COMMITTED
+    assert [takes(), takes(fails=False)] == [Outcome.QUARANTINED, Outcome.COMMITTED]
+    assert well.generating
+
+
+def test_an_engine_that_fails_again_is_asked_where_it_is_needed_and_when_it_is_new() -> None:
+    """The others are not enough; or its agent, and perhaps its server, was launched again (N65)."""
+    world, well, bad, trainer = fleet()
+    trainer.policy = Policy(retries=0)
+
+    def fail(version: int) -> Outcome:
+        bad.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "no space left")
+        done = world.publish(trainer, version)
+        bad.script.clear()
+        return next(each.outcome for each in done.engines if each.engine == "e1")
+
+    assert [fail(1), fail(2)] == [Outcome.QUARANTINED] * 2
+    world.advance(2.0)
+    assert fail(3) is Outcome.QUARANTINED
+    world.advance(4.0)
+    assert fail(4) is Outcome.QUARANTINED  # left out for 8 s
+    bad.connect()  # to reconnect is no news
+    world.settle()
+    assert fail(5) is Outcome.ABORTED
+    bad.crash()
+    bad.live()
+    world.advance(5.0)
+    assert [fail(6), fail(7)] == [Outcome.QUARANTINED, Outcome.ABORTED]
+    well.say(Bye(reason="closed"))
+    world.settle()
+    assert outcomes(world, trainer, 8)["e1"] is Outcome.COMMITTED
+
+
+def test_an_engine_is_not_blamed_for_a_transfer_that_failed_for_all_of_its_transport() -> None:
+    """The trainer's half may have failed, or a group: nothing shows that the cause is the engine's (N65)."""
+    world, well, _, trainer = fleet()
+    trainer.policy = Policy(retries=0)
+    far = [world.engine(name, host="h9") for name in ("far0", "far1")]
+    for version in (1, 2, 3):
+        for each in far:
+            each.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "the group broke")
+        assert outcomes(world, trainer, version)[well.name] is Outcome.COMMITTED
+    assert set(outcomes(world, trainer, 4).values()) == {Outcome.COMMITTED}
 
 
 def test_an_engine_that_refuses_a_version_says_why_while_it_serves_the_one_before() -> None:

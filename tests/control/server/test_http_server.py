@@ -83,6 +83,19 @@ def test_only_get(world: World, method: str) -> None:
     assert world.ask("/status", method)[0] == 501
 
 
+def test_head_is_get_without_the_body(world: World) -> None:
+    """A balancer may ask so whether a process is ready, and gets the same status and length."""
+    world.verdict = Readiness(False, "the journal takes no writes")
+    for path, expected in (("/readyz", 503), ("/status", 200), ("/nowhere", 404)):
+        with socket.create_connection(("127.0.0.1", world.port.port), timeout=10) as asked:
+            asked.sendall(f"HEAD {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: asked.recv(4096), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.split()[1] == str(expected).encode()
+        assert f"Content-Length: {len(world.ask(path)[2].encode())}".encode() in head
+        assert not body
+
+
 def test_unknown_path_names_the_known_ones(world: World) -> None:
     """404 says what there is."""
     status, _, body = world.ask("/")

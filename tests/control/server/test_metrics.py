@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -18,6 +20,7 @@ from weightbus.control.server.metrics import (
     MetricKind,
     Metrics,
     MetricSource,
+    RepeatedWarnings,
     configure_logging,
     markdown_table,
 )
@@ -104,6 +107,33 @@ def test_log_lines(capsys: pytest.CaptureFixture[str], style: str, is_json: bool
     if is_json:
         entry = json.loads(line)
         assert (entry["event"], entry["level"], entry["version"]) == ("round_ended", "info", 3)
+
+
+def test_a_warning_that_is_repeated_is_logged_once_a_minute_with_its_number() -> None:
+    """Also with other seconds in its text; another agent's, another version's or an info line is another one."""
+    now = [100.0]
+    passes = RepeatedWarnings(lambda: now[0])
+
+    def said(seconds: int, level: str = "warning", **fields: object) -> Any:
+        line = {"event": "silent", "level": level, "reason": f"no answer in {seconds} s", **fields}
+        with contextlib.suppress(structlog.DropEvent):
+            return passes(None, level, line).get("repeated", 0)
+        return None
+
+    assert [said(1, agent="e0"), said(2, agent="e0"), said(3, agent="e0")] == [0, None, None]
+    assert [said(1, agent="e1"), said(1, agent="e0", version=8)] == [0, 0]
+    assert [said(1, "info"), said(1, "info")] == [0, 0]
+    now[0] += 60.0
+    assert [said(64, agent="e0"), said(65, agent="e0")] == [2, None]
+    now[0] += 600.0
+    assert [said(9, agent="e1"), said(9, agent="e0")] == [0, 1]
+
+
+def test_a_log_for_people_has_no_colors_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where standard error is no terminal, as here."""
+    configure_logging("info", "human")
+    structlog.get_logger().warning("journal_hangs", since=3)
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_a_traceback_in_json_has_no_local_variables(capsys: pytest.CaptureFixture[str]) -> None:

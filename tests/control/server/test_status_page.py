@@ -50,7 +50,7 @@ def status_with(text: str) -> StatusView:
         trainers={text: TrainerView(text, text, 4, None, published=42)},
         rounds=(past(41, Outcome.ABORTED, text),),
     )
-    return msgspec.structs.replace(EVERYTHING, channels={text: hostile})
+    return msgspec.structs.replace(EVERYTHING, channels={text: hostile}, warnings=(text,), refused=(text,))
 
 
 def page_of(view: StatusView | StandbyView, situation: str = "boot 3, 5 agents", *, ready: bool = True) -> str:
@@ -90,6 +90,16 @@ def test_no_text_of_an_agent_is_markup(text: str) -> None:
     assert found.raw == harmless.raw
     texts = "\n".join(found.texts)
     assert texts.count(terminal_safe(text)) == "\n".join(Parsed(page_of(status_with("QQ"), "QQ")).texts).count("QQ")
+
+
+def test_the_page_shows_refused_keys_with_the_command_that_mends_it() -> None:
+    """As the status does: also before any agent has joined."""
+    refused = "'e0', whose key has the fingerprint 419f-b1cb, is not trusted: run `weightbus trust add e0 ...` here"
+    alone = msgspec.structs.replace(EVERYTHING, channels={}, refused=(refused,), warnings=("the disk hangs",))
+    texts = "\n".join(Parsed(page_of(alone)).texts)
+    assert refused in texts
+    assert "the disk hangs" in texts
+    assert "To be mended" not in page_of(msgspec.structs.replace(alone, refused=(), warnings=()))
 
 
 def test_the_page_asks_for_nothing_and_does_nothing() -> None:

@@ -550,6 +550,29 @@ def test_a_server_that_comes_after_its_sidecar_joined_takes_versions(
         late.close()
 
 
+def test_what_another_party_did_to_a_server_is_in_the_status_until_it_is_mended(deployment: Deployment) -> None:
+    """The agent's own words: a pause until it ends, another label until the next version (N57)."""
+
+    def shown() -> str:
+        assert deployment.agent is not None
+        assert deployment.agent._bus is not None
+        status = json.loads(deployment.agent._bus.status())
+        return str(status["channels"][deployment.channel]["engines"]["e0"]["reason"])
+
+    def stranger(page: str, **body: object) -> None:
+        assert httpx.post(deployment.fake.url + page, json=body, trust_env=False, timeout=30).status_code == 200
+
+    deployment.publish(7)
+    stranger("/pause_generation", mode="retract")
+    until(lambda: "pending: another party has paused the server" in shown(), "the pause in the status")
+    stranger("/continue_generation")
+    until(lambda: not shown(), "its end")
+    stranger("/update_weight_version", new_version="77", abort_all_requests=False)
+    until(lambda: "pending: labeled '77' by another party, expected '7'" in shown(), "the label in the status")
+    deployment.publish(8)
+    until(lambda: not shown(), "the next version")
+
+
 def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:
     """A model of another shape is refused before the server hears of it."""
     other = tiny_model.write(tmp_path / "wide", hidden=128)

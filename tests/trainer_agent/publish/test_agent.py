@@ -339,6 +339,25 @@ def test_a_trainer_whose_key_is_revoked_is_told_so_while_it_waits_for_the_round(
     assert time.monotonic() - begun < 10.0
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_trainer_that_lost_its_connection_with_its_trust_is_told_so(rig: Build, asks: bool) -> None:
+    """Its new connections are refused in the handshake: no message comes, and no coordinator is lost (N55)."""
+    one = rig(2, round_timeout_s=30.0)
+    coordinator = one.coordinator
+    coordinator.send = lambda _publish: None  # type: ignore[method-assign]
+
+    def revoke() -> None:
+        coordinator.untrusted = NotTrusted("its key is not trusted", "run `weightbus trust add trainer`")
+        if asks:
+            raise silence()
+
+    coordinator.after[m.Acquire if asks else m.Publish] = deque([revoke])
+    begun = time.monotonic()
+    failed = one.failure(1, errors.TrainerNotTrusted)
+    assert "weightbus trust add trainer" in str(failed[0])
+    assert time.monotonic() - begun < 10.0
+
+
 @pytest.mark.parametrize("ended_in", [m.Publish, m.Abandon])
 def test_a_session_that_has_ended_ends_the_publication_with_its_reason(rig: Build, ended_in: type[m.Message]) -> None:
     """In whatever state: no later event can come, and a refusal of the session is no answer to a request."""
