@@ -175,6 +175,9 @@ nixl: env ## Sends over NIXL, on CPUs over TCP; installs it beside the pinned en
 layouts: env ## Every family in every layout of its ranks, not only a slice of them
 	@LAYOUTS=all $(BIN)/python -m pytest tests/trainer_agent/sources/megatron/test_model_families.py $(ARGS)
 
+names: env ## Every language model class of transformers, named before and after fully_shard, not only a slice of them
+	@NAMES=all $(BIN)/python -m pytest tests/trainer_agent/sources/test_sharded_names.py $(ARGS)
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -188,4 +191,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types tree unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-meeting bench-pause bench-plan chaos deaths nixl build deploy-check clean
+.PHONY: help demo env test lint types tree unit real layouts names mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-meeting bench-pause bench-plan chaos deaths nixl build deploy-check clean

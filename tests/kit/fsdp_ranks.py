@@ -23,7 +23,7 @@ from exposing import wrongly_exposed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import (
     LlamaConfig,
@@ -40,14 +40,14 @@ from weightbus.trainer_agent.source import SourceError
 from weightbus.trainer_agent.sources.checkpoint_conversion import revert, stored_tensors
 from weightbus.trainer_agent.sources.collective_source import local_tensor
 from weightbus.trainer_agent.sources.exported import FullTensorSource
-from weightbus.trainer_agent.sources.hf_module import FSDPSource
+from weightbus.trainer_agent.sources.hf_module import FSDPSource, HFModuleSource
 
 EVEN = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 64}
 ODD = {"hidden_size": 18, "intermediate_size": 25, "head_dim": 6, "num_key_value_heads": 1, "vocab_size": 67}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 7}
 
 Make = Callable[[], nn.Module]
-Shard = Callable[[nn.Module], None]
+Sharding = Callable[[nn.Module], None]
 
 
 def make(kind: str, sizes: dict[str, int], *, tied: bool = False, experts: int = 0) -> Make:
@@ -65,7 +65,7 @@ def make(kind: str, sizes: dict[str, int], *, tied: bool = False, experts: int =
     return build
 
 
-def by_layer(mesh: DeviceMesh | None = None, **how: Any) -> Shard:
+def by_layer(mesh: DeviceMesh | None = None, **how: Any) -> Sharding:
     """Every layer, then the rest: as trainers do it."""
 
     def shard(module: nn.Module) -> None:
@@ -99,8 +99,25 @@ def over_tensor_parallel(module: nn.Module) -> None:
     by_layer(mesh["dp"])(module)
 
 
+def expert_parallel(module: nn.Module) -> None:
+    """Each half of the experts on two ranks, sharded over a mesh of its own; everything else over all four."""
+    grid = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("ep", "fsdp"))
+    flat = init_device_mesh("cpu", (dist.get_world_size(),))
+    distribute(module, flat, grid["fsdp"], grid.get_local_rank("ep"))
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, of_experts: DeviceMesh | None, half: int) -> None:
+    """Shard every parameter over `mesh`; of experts one half, over `of_experts` or, without one, left as it is."""
+    for part in list(module.modules()):
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            mine = parameter.data.chunk(2)[half].clone() if parameter.dim() == 3 else parameter.data
+            held = mesh if parameter.dim() < 3 else of_experts
+            sharded = mine if held is None else distribute_tensor(mine, held, [Shard(0)])
+            part.register_parameter(name, nn.Parameter(sharded))
+
+
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-CASES: dict[int, dict[str, tuple[Make, Shard]]] = {
+CASES: dict[int, dict[str, tuple[Make, Sharding]]] = {
     2: {
         "llama": (make("llama", EVEN), by_layer()),
         "tied": (make("qwen3", EVEN, tied=True), by_layer(mp_policy=BFLOAT16)),
@@ -111,12 +128,13 @@ CASES: dict[int, dict[str, tuple[Make, Shard]]] = {
         "odd experts": (make("moe", ODD, experts=3), by_layer()),  # the fourth rank has no expert
         "hybrid": (make("moe", ODD, experts=3), hybrid),
         "over tensor parallel": (make("llama", EVEN), over_tensor_parallel),
+        "expert parallel": (make("moe", ODD, experts=6), expert_parallel),
         "odd over tensor parallel": (make("qwen3", ODD), over_tensor_parallel),
     },
 }
 
 
-def run_case(build: Make, shard: Shard) -> dict[str, Any]:
+def run_case(build: Make, shard: Sharding) -> dict[str, Any]:
     """Export before and after a step of the optimizer; what differed, on the root."""
     module = build()
     before = revert(module, {name: tensor.detach().clone() for name, tensor in stored_tensors(module).items()})
@@ -137,14 +155,27 @@ def run_case(build: Make, shard: Shard) -> dict[str, Any]:
     told["differs quantized"] = quantizing.differing(shrunk, quantizing.whole(stepped, served)) if shrunk else []
     told["wrongly exposed quantized"] = wrongly_exposed(quantized(source, served), shrunk)
     told["quantized"] = sum(each.dtype == torch.float8_e4m3fn for each in shrunk.values())
-    whole = FullTensorSource(module, dtype=torch.bfloat16, timeout_s=60.0)
-    assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}
-    told["differs from full_tensor"] = differing(stepped, export(whole, 4000))
+    if shard is expert_parallel:
+        told["gathered whole"] = refusal(lambda: FullTensorSource(module, timeout_s=60.0))
+        told["differs from full_tensor"] = []
+    else:
+        whole = FullTensorSource(module, dtype=torch.bfloat16, timeout_s=60.0)
+        assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}
+        told["differs from full_tensor"] = differing(stepped, export(whole, 4000))
+        whole.close()
     told["empty shards"] = sum(not local_tensor(parameter).numel() for parameter in module.parameters())
     told["extra"] = _extra(source)
-    for each in (source, whole):
-        each.close()
+    source.close()
     return told
+
+
+def refusal(make: Callable[[], object]) -> str:
+    """What a source says that refuses to be built."""
+    try:
+        make()
+    except SourceError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _extra(source: FSDPSource) -> list[int]:
@@ -157,6 +188,27 @@ def _extra(source: FSDPSource) -> list[int]:
         scratch = assembler._scratch if assembler else None
         peak = max(peak, 0 if scratch is None else scratch.numel())
     return [manifest.largest_bucket, peak]
+
+
+class OneMatrix(nn.Module):
+    """A model that no config describes."""
+
+
+def told_apart(attempt: Callable[[str, nn.Module], None]) -> None:
+    """Models that were built differently on the ranks, and parts that lie on meshes which do not know each other."""
+    rank = dist.get_rank()
+    module = make("qwen3", EVEN | {"head_dim": 8 if rank else 4})()
+    by_layer()(module)
+    attempt("another width on rank 1", module)
+    module = make("moe", EVEN, experts=4)()
+    distribute(module, init_device_mesh("cpu", (2,)), None, rank)
+    attempt("experts of one rank that nothing tells apart", module)
+    module = OneMatrix()
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "fsdp"))
+    module.weight = nn.Parameter(distribute_tensor(torch.full((4, 4), float(rank)), meshes["fsdp"], [Shard(0)]))
+    attempt("different parts on meshes apart", module)
+    module.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), meshes["fsdp"], [Shard(0)]))
+    attempt("replicas on meshes apart", module)
 
 
 def refusals() -> dict[str, str]:
@@ -175,12 +227,13 @@ def refusals() -> dict[str, str]:
     rank = dist.get_rank()
     module = make("qwen3", EVEN)()
     by_layer()(module)
-    module.lm_head.adapter = nn.Linear(2, 2) if rank else None
+    module.lm_head.lora_A = nn.Linear(2, 2) if rank else None
     attempt("an adapter on rank 1", module)
     attempt("an adapter on rank 1, gathered whole", module, FullTensorSource)
     module = make("qwen3", EVEN)()
     by_layer()(module)
     attempt("another dtype on rank 1", module, dtype=torch.bfloat16 if rank else torch.float32)
+    told_apart(attempt)
     module = make("qwen3", EVEN)()
     with torch.no_grad():
         module.model.norm.weight.add_(rank)
@@ -201,6 +254,7 @@ def refusals() -> dict[str, str]:
     by_layer()(module)
     attempt("no module on rank 1", None if rank else module)
     source = FSDPSource(module, timeout_s=60.0)
+    told["sharded, as a single module"] = refusal(lambda: HFModuleSource(module))
     if rank:
         module.load_state_dict({name: each.clone() for name, each in module.state_dict().items()}, assign=True)
     for what, read in {"assembled": lambda: export(source, 1500), "exposed": source.memory}.items():

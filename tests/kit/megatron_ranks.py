@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from exporting import differing, export
 from family_models import build as build_family, start
+from quantized_tensor import Float8Tensor
 from tiny_families import FAMILIES, TOKENS, Layout
 from torch import nn
 
@@ -88,6 +89,14 @@ def misnumbered() -> dict[str, str]:
     return attempt
 
 
+def kept_in_fp8(chunks: list[nn.Module]) -> list[nn.Module]:
+    """On rank 1, the chunks with one matrix as Transformer Engine keeps it under `fp8_param`."""
+    if dist.get_rank() == 1:
+        linear = chunks[0].decoder.layers[1].mlp.linear_fc2
+        linear.weight = nn.Parameter(Float8Tensor(linear.weight.detach()), requires_grad=False)
+    return chunks
+
+
 def refusals() -> dict[str, str]:
     """What every rank is told when the model on one of them, or on all, cannot be served."""
     attempt = told = Attempts()
@@ -114,6 +123,7 @@ def refusals() -> dict[str, str]:
         norm = chunks[0].decoder.layers[1].input_layernorm
         norm.weight = nn.Parameter(norm.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     attempt("a quantized norm on rank 1", chunks, hf)
+    attempt("a parameter kept in FP8 on rank 1", kept_in_fp8(build(hf, layout)), hf)
     chunks = build(hf, layout)
     attempt("nothing on rank 1", None if dist.get_rank() else chunks, hf)
     chunks = build(hf, layout)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Uploads as Uploads,
         UploadSpans as UploadSpans,
         check_manifest as check_manifest,
+        has_plain_memory as has_plain_memory,
         is_pinned as is_pinned,
         unreadable_reason as unreadable_reason,
         upload_spans_of as upload_spans_of,

@@ -21,6 +21,8 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weightbus.dataplane.memory import addresses_of
 from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, TensorSpec
@@ -39,11 +41,38 @@ def unreadable_reason(tensor: torch.Tensor, *, rounded: bool) -> str:
 
     `rounded`: it may be served in another dtype. Values with a separate scale would lose it.
     """
+    if not has_plain_memory(tensor):
+        kind = f"{type(tensor).__module__.split('.')[0]}'s {type(tensor).__name__}"
+        if isinstance(tensor, DTensor):
+            return "a DTensor is one rank's part: export its full_tensor()"
+        if type(tensor).dequantize is not torch.Tensor.dequantize:
+            return (
+                f"it is {kind}, quantized, and its memory is no weight without its scales: FullTensorSource serves it "
+                "dequantized, and so does Megatron-Bridge (ExportedSource); or train without quantized parameters "
+                "(fp8_param, fp8_param_gather)"
+            )
+        return (
+            f"it is {kind}, a kind of tensor whose memory need not be its values: train with plain parameters, or "
+            "export them in 16 bits or more (ExportedSource)"
+        )
     if tensor.is_meta:
         return "it has no values yet: build the source after the model was loaded"
     if rounded and tensor.dtype not in _ROUNDED:
         return "its scale would be lost: train without quantized parameters"
     return ""
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose memory is its values: no class of its own answers for it.
+
+    Libraries keep quantized parameters as subclasses that look as if they were in 16 bits: Transformer Engine's
+    `QuantizedTensor` (FP8, MXFP8, blocks), torchao's, bitsandbytes' packed `Params4bit`.
+    """
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is nn.Parameter:
+        return True
+    answers = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not answers and kind.dequantize is torch.Tensor.dequantize and tensor.is_floating_point()
 
 
 def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:

@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..source import LayoutMismatch, UnsupportedModel
 from .tensor_slices import Axis, Slice
+from .wrappers import plain_name, unwrapped, without_wrappers
 
-_WRAPPERS: Final = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
-"""What torch.compile, activation checkpointing and the like put into names."""
+_LORA: Final = re.compile(r"(^|[._])lora_")
+"""In the names of a low-rank adapter's parameters, whatever library it is from."""
 _HEAD: Final = "lm_head.weight"
 
 
@@ -35,26 +36,6 @@ class _HasConfig(Protocol):
     """What is read of a transformers model."""
 
     config: Any
-
-
-def architecture(module: nn.Module) -> str:
-    """The class that the checkpoint's config names: of the module inside its wrappers, before it was sharded."""
-    kind = next(each for each in type(unwrapped(module)).__mro__ if not each.__module__.startswith("torch.distributed"))
-    plain = kind.__mro__[1:]
-    # fully_shard makes a class "FSDPx" on the fly, of FSDPModule and x.
-    if any(each.__name__ == "FSDPModule" for each in plain):
-        kind = next(each for each in plain if each.__name__ != "FSDPModule")
-    return kind.__name__
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, DataParallel and torch.compile."""
-    while True:
-        parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
-        inner = getattr(module, "module" if parallel else "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
 
 
 def head_dim(module: nn.Module) -> int | None:
@@ -81,8 +62,8 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     ignored = set(cast("Iterable[str]", getattr(module, "_keys_to_ignore_on_save", None) or ()))
     named: dict[str, torch.Tensor] = {}
     for raw, tensor in module.state_dict(keep_vars=True).items():
-        name = _WRAPPERS.sub("", raw)
-        if "lora_" in name or ".adapter" in name:
+        name = plain_name(raw)
+        if _LORA.search(name):
             raise UnsupportedModel(f"{name!r} is part of an adapter: merge it into its base weights before publishing")
         if ".parametrizations." in f".{name}":
             raise UnsupportedModel(
@@ -127,7 +108,7 @@ def slices(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> tuple[Slic
 
     Raises `UnsupportedModel` for a conversion that is more than slicing.
     """
-    revert = _reverter(unwrapped(module))
+    revert = _reverter(module)
     if revert is None:
         _check_fused(shapes)
         return tuple(Slice.whole(name, shape) for name, shape in shapes.items())
@@ -137,7 +118,10 @@ def slices(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> tuple[Slic
         try:
             stored = revert(dict(blank))
         except (RuntimeError, ValueError, IndexError) as error:
-            raise UnsupportedModel(f"transformers cannot name the checkpoint's tensors by slicing: {error}") from error
+            raise UnsupportedModel(
+                "the checkpoint's tensors are more than slices of those in memory: use FullTensorSource, which has "
+                f"transformers convert whole tensors ({error})"
+            ) from error
     found: list[Slice] = []
     for name, tensor in stored.items():
         source = owners.get(_storage(tensor))
@@ -156,22 +140,25 @@ def _reverter(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str
         return None
     from transformers import PreTrainedModel  # noqa: PLC0415  # only where the trainer has it
 
-    if not isinstance(module, PreTrainedModel):
+    if not isinstance(unwrapped(module), PreTrainedModel):
         return None
     try:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
     except ImportError:  # before 5: names in memory are those of the checkpoint
         return None
 
+    # transformers looks conversions up by the classes of the parts, which fully_shard changed.
+    plain = without_wrappers(module)
+
     def revert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return cast("dict[str, torch.Tensor]", revert_weight_conversion(module, tensors))
+        return cast("dict[str, torch.Tensor]", revert_weight_conversion(plain, tensors))
 
     return revert
 
 
 def revert(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors, of whole tensors in memory: what transformers itself would save."""
-    reverter = _reverter(unwrapped(module))
+    reverter = _reverter(module)
     return tensors if reverter is None else reverter(tensors)
 
 

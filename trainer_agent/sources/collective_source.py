@@ -36,10 +36,19 @@ from weightbus.dataplane.memory import Driver
 from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec, coverage as cover
 
 from ..assembly import Assembler, BucketPlan, BucketPlanCache, GatherExchange, check_manifest, plan
-from ..source import AssemblyFailed, LayoutMismatch, RanksDisagree, SourceError
+from ..source import AssemblyFailed, LayoutMismatch, RanksDisagree, SourceError, UnsupportedModel
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
 """Seconds that a rank waits for another: longer than a round, in which rank 0 waits for the engines."""
+_SHOWN: Final = 3
+"""Differences between two ranks that an error names."""
+TENSORS: Final = "tensors"
+"""Fact with the digest of all names, dtypes and shapes that a rank lists."""
+NOT_SHARDED: Final = "(not sharded)"
+"""Behind the name of a tensor whose values are a fact: every rank should hold them whole."""
+_APART: Final = (
+    "experts of an expert-parallel rank must be DTensors whose mesh, or whose mesh's root, has the axis of the experts"
+)
 _HEADER_BYTES: Final = 8
 _PAGE_BYTES: Final = 1024
 """Largest message, header included, that is broadcast in one call."""
@@ -189,6 +198,8 @@ class RankLayout(msgspec.Struct, frozen=True, tag="Roster"):
     shards: bytes = msgspec.field(name="pieces")
     """`Shards.encode()`, with the rank as their holder."""
     stages: tuple[PipelineStage, ...] = ()
+    replicas: dict[str, str] = {}
+    """Digests of what this rank holds apart from some others, by its place: equal on every rank that has the place."""
 
 
 class LayoutRefusal(msgspec.Struct, frozen=True, tag="Refusal"):
@@ -202,22 +213,78 @@ def encode(statement: RankLayout | LayoutRefusal) -> bytes:
     return msgspec.msgpack.encode(statement)
 
 
-def check_layouts(statements: Sequence[bytes]) -> tuple[RankLayout, ...]:
-    """Decode the layouts of all ranks. Raises `RanksDisagree` unless every rank serves its part of the same model."""
+def decode_layouts(statements: Sequence[bytes]) -> list[RankLayout]:
+    """The layouts of all ranks. Raises `RanksDisagree` for a rank that cannot serve its part."""
     layouts: list[RankLayout] = []
     for rank, blob in enumerate(statements):
         statement = msgspec.msgpack.decode(blob, type=RankLayout | LayoutRefusal)
         if isinstance(statement, LayoutRefusal):
             raise RanksDisagree(f"rank {rank} cannot serve its part: {statement.reason}")
         layouts.append(statement)
+    return layouts
+
+
+def check_layouts(statements: Sequence[bytes]) -> tuple[RankLayout, ...]:
+    """Decode the layouts of all ranks. Raises `RanksDisagree` unless every rank serves its part of the same model."""
+    layouts = decode_layouts(statements)
     first = layouts[0].facts
     for rank, layout in enumerate(layouts):
         found = layout.facts
         keys = {**first, **found}
         odd = [f"{key}={found.get(key)} (rank 0: {first.get(key)})" for key in keys if found.get(key) != first.get(key)]
         if odd:
-            raise RanksDisagree(f"rank {rank} has {', '.join(odd)}: give every rank the same model, config and dtype")
+            more = f" and {len(odd) - _SHOWN} others" if len(odd) > _SHOWN else ""
+            advice = "give every rank the same model, config and dtype"
+            if all(NOT_SHARDED in each for each in odd):
+                advice = f"{_APART}; replicas that drifted apart are broadcast first"
+            raise RanksDisagree(f"rank {rank} has {', '.join(odd[:_SHOWN])}{more}: {advice}")
+    _check_replicas(layouts)
     return tuple(layouts)
+
+
+def _check_replicas(layouts: Sequence[RankLayout]) -> None:
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, layout in enumerate(layouts):
+        for place, digest in layout.replicas.items():
+            first, known = seen.setdefault(place, (rank, digest))
+            if known != digest:
+                raise RanksDisagree(
+                    f"rank {rank} and rank {first}, of two meshes that do not know each other, hold different values "
+                    f"of {place}, and neither is the whole model's: {_APART}"
+                )
+
+
+def _check_listings(
+    ranks: RankGroup | SingleRank, layouts: Sequence[RankLayout], listing: Sequence[TensorSpec]
+) -> None:
+    """Raise `RanksDisagree`, with names, where ranks list different tensors. Collective, and only then sends lists."""
+    if len({layout.facts.get(TENSORS) for layout in layouts}) == 1:
+        return
+    mine = {spec.name: f"{spec.dtype} {spec.shape}" for spec in listing}
+    root = ranks.broadcast(msgspec.msgpack.encode(mine) if ranks.rank == 0 else None)
+    told = _difference(mine, msgspec.msgpack.decode(root, type=dict[str, str]))
+    found = [blob.decode() for blob in ranks.gather(told.encode())]
+    rank = next(rank for rank, text in enumerate(found) if text)
+    raise RanksDisagree(
+        f"rank {rank} was built differently from rank 0: it {found[rank]}: give every rank the same model, config and "
+        "dtype"
+    )
+
+
+def _difference(mine: Mapping[str, str], root: Mapping[str, str]) -> str:
+    """What this rank lists otherwise than rank 0, the first names; empty for the same tensors in the same order."""
+    lacks = [repr(name) for name in root if name not in mine]
+    further = [repr(name) for name in mine if name not in root]
+    other = [
+        f"{name!r} in {mine[name]} (rank 0: {root[name]})" for name in mine if root.get(name, mine[name]) != mine[name]
+    ]
+    parts = [
+        f"{verb} {', '.join(odd[:_SHOWN])}{f' and {len(odd) - _SHOWN} others' if len(odd) > _SHOWN else ''}"
+        for verb, odd in (("lacks", lacks), ("has", further), ("holds", other))
+        if odd
+    ]
+    reordered = not parts and list(mine) != list(root)
+    return "lists the same tensors in another order" if reordered else "; ".join(parts)
 
 
 def distinct_shards(layouts: Sequence[RankLayout], tensors: Sequence[TensorSpec]) -> Shards:
@@ -239,11 +306,14 @@ Own = TypeVar("Own")
 
 
 def on_all_ranks(
-    ranks: RankGroup | SingleRank, attempt: Callable[[], tuple[RankLayout, Own]]
+    ranks: RankGroup | SingleRank,
+    attempt: Callable[[], tuple[RankLayout, Own]],
+    listing: Callable[[Own], Sequence[TensorSpec]] | None = None,
 ) -> tuple[tuple[RankLayout, ...], Own]:
     """Run `attempt` on every rank and return all layouts, with this rank's own result. Collective.
 
     A rank whose attempt fails tells the others before it raises; without that they would wait until their timeout.
+    Where layouts have the fact `TENSORS`, `listing` gives what it is the digest of, so that an error has names.
     Raises a `SourceError` on every rank when any attempt raised anything, and `RanksDisagree` when facts differ.
     """
     try:
@@ -254,7 +324,11 @@ def on_all_ranks(
         if refused is error:
             raise
         raise refused from error
-    return check_layouts(ranks.gather(encode(layout))), own
+    statements = ranks.gather(encode(layout))
+    layouts = decode_layouts(statements)
+    if listing is not None:
+        _check_listings(ranks, layouts, listing(own))
+    return check_layouts(statements), own
 
 
 def check_on_all_ranks(ranks: RankGroup | SingleRank, check: Callable[[], None]) -> None:
@@ -282,6 +356,16 @@ _OFFLOADED = (
     "it was offloaded, or its torch_memory_saver region is paused: load it back, or resume the region, before"
     " publishing; or move it to host memory with `.data = .data.cpu()`, where it is read, too"
 )
+
+
+def named(model: str) -> str:
+    """`model`. Raises `UnsupportedModel` for none."""
+    if not model:
+        raise UnsupportedModel(
+            "the module is one of torch's own containers, which the config of no checkpoint names: build the source "
+            "with model=, the class under 'architectures' of the served config.json"
+        )
+    return model
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -421,6 +505,8 @@ class RankShards(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of one attention head; None when unknown."""
     stages: tuple[PipelineStage, ...] = ()
     """Layers that this rank holds, one entry for each chunk of a virtual pipeline."""
+    replicas: Callable[[], dict[str, str]] = dict
+    """`RankLayout.replicas`. May read values."""
 
 
 class _Planned:
@@ -440,14 +526,19 @@ class ShardedSource(CollectiveSource):
     may differ from publication to publication, also by device.
     """
 
+    @property
+    def model(self) -> str:
+        """Architecture as the checkpoint's config names it. Raises `UnsupportedModel` where the module has no name."""
+        return named(self._local.model)
+
     def _exchange_layouts(self, describe: Callable[[], RankShards]) -> tuple[tuple[RankLayout, ...], RankShards]:
         """Run `describe` on every rank; the layouts of all ranks, and this rank's shards. Collective."""
 
         def attempt() -> tuple[RankLayout, RankShards]:
             own = describe()
-            return RankLayout(own.facts(), own.shards.encode(), own.stages), own
+            return RankLayout(own.facts(), own.shards.encode(), own.stages, own.replicas()), own
 
-        return on_all_ranks(self._ranks, attempt)
+        return on_all_ranks(self._ranks, attempt, lambda own: own.tensors)
 
     def _serve(self, local: RankShards, distinct: Shards, device: torch.device, roots: Sequence[int] = ()) -> None:
         """Take over what the ranks agreed on. Collective.
@@ -459,8 +550,6 @@ class ShardedSource(CollectiveSource):
             roots: further ranks that may assemble, beside rank 0.
         """
         self._local = local
-        self.model = local.model
-        """Architecture as the checkpoint's config names it."""
         self.device = device
         """Device of the buckets."""
         self.head_dim = local.head_dim

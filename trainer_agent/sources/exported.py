@@ -11,6 +11,7 @@ with it: otherwise tensors could be cast, left out or served twice, and engines 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from typing import Final, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, Shards, TensorSpec
 
-from ..assembly import DTYPES, check_manifest, unreadable_reason
+from ..assembly import DTYPES, check_manifest, has_plain_memory, unreadable_reason
 from ..source import (
     AssemblyFailed,
     LayoutMismatch,
@@ -31,14 +32,31 @@ from ..source import (
     check_dtype,
     check_manifestable,
 )
-from .checkpoint_conversion import architecture, head_dim, revert, stored_tensors
-from .collective_source import DEFAULT_TIMEOUT_S, CollectiveSource, RankGroup, RankLayout, on_all_ranks
+from .checkpoint_conversion import head_dim, revert, stored_tensors
+from .collective_source import (
+    DEFAULT_TIMEOUT_S,
+    TENSORS,
+    CollectiveSource,
+    RankGroup,
+    RankLayout,
+    SingleRank,
+    local_tensor,
+    named,
+    on_all_ranks,
+)
 from .hf_module import device_of, served_dtypes
+from .tensor_placement import placements_of, replica_digests
+from .wrappers import architecture, check_wrappers
 
 Exporter = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Yields (Hugging Face name, whole tensor)."""
 
 _EIGHT_BITS: Final = "float8_"
+_VOCABULARY: Final = re.compile(
+    r"(^|\.)(embed_tokens|word_embeddings|wte|tok_embeddings|embed_in|lm_head|embed_out|output_layer)\.(weight|bias)$"
+    r"|(^|\.)(backbone|model)\.embeddings\.weight$"
+)
+"""Names of tensors with a row for each token, in the checkpoints that transformers writes."""
 _ALIKE: Final = "it must yield the same tensors every time, or the source be built again"
 
 
@@ -71,6 +89,7 @@ class ExportedSource(CollectiveSource):
         model: str,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        vocab_size: int | None = None,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -81,6 +100,8 @@ class ExportedSource(CollectiveSource):
             model: architecture as the checkpoint's config names it.
             dtype: dtype in which floating-point tensors are served; by default as they are exported.
             device: device of the buckets; by default that of the first tensor.
+            vocab_size: rows of the embedding and of the output layer that the checkpoint has; further ones, with which
+                trainers pad the vocabulary, are cut off. By default all rows are served.
             group: as in `MegatronSource`.
             timeout_s: seconds that any collective of the source waits; the exporter's have their own timeout.
 
@@ -88,11 +109,11 @@ class ExportedSource(CollectiveSource):
             SourceError: on every rank when the ranks export different tensors, or one of them fails.
         """
         super().__init__(RankGroup(group, timeout_s))
-        self._export = export
+        self._export = export if vocab_size is None else lambda: _cut_vocabulary(export(), vocab_size)
         self.model: str = model
         """Architecture as the checkpoint's config names it."""
         with self._closing_when_refused():
-            _, self._listing = on_all_ranks(self._ranks, lambda: self._describe(dtype))
+            _, self._listing = on_all_ranks(self._ranks, lambda: self._describe(dtype), lambda own: own.tensors)
         self.device: torch.device = device or self._listing.device
         """Device of the buckets."""
         self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
@@ -141,9 +162,27 @@ class ExportedSource(CollectiveSource):
 
     def _describe(self, dtype: torch.dtype | None) -> tuple[RankLayout, _Listing]:
         found = _listed(self._export(), dtype)
-        layout = Shards.of(found.tensors, []).digest()
-        facts = {"model": repr(self.model), "tensors": str(len(found.tensors)), "layout": layout}
+        facts = {"model": repr(self.model), TENSORS: Shards.of(found.tensors, []).digest()}
         return RankLayout(facts, b""), found
+
+
+def _readable(tensor: torch.Tensor, *, values: bool = True) -> torch.Tensor:
+    """`tensor` with plain memory, dequantized by its own class where that is what is lacking.
+
+    Without `values` a tensor of its shape and dtype stands for it. The values are those that the trainer computes with,
+    rounded once to the dtype that the quantized tensor stands for.
+    """
+    mine = local_tensor(tensor)
+    if has_plain_memory(mine) or type(mine).dequantize is torch.Tensor.dequantize:
+        return tensor
+    with torch.no_grad():
+        plain = mine.dequantize() if values else torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+        if isinstance(tensor, DTensor):
+            shape, stride = tensor.shape, tensor.stride()
+            plain = DTensor.from_local(
+                plain, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+            )
+    return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
 
 
 def _place(where: tuple[TensorSpec, int], tensor: torch.Tensor, out: torch.Tensor | None) -> None:
@@ -169,7 +208,8 @@ def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | N
     tensors: list[TensorSpec] = []
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     device = torch.device("cpu")
-    for name, tensor in exported:
+    for name, found in exported:
+        tensor = _readable(found)
         if name in forms:
             raise LayoutMismatch(f"{name!r} was exported twice in one pass: a tensor has one name, and goes once")
         served = _served(name, tensor, dtype)
@@ -189,7 +229,8 @@ def _compared(export: Exporter, listing: _Listing) -> Iterator[tuple[str, torch.
     """
     seen: set[str] = set()
     try:
-        for name, tensor in export():
+        for name, found in export():
+            tensor = _readable(found)
             _check_alike(name, tensor, listing, seen)
             seen.add(name)
             yield name, tensor
@@ -199,6 +240,30 @@ def _compared(export: Exporter, listing: _Listing) -> Iterator[tuple[str, torch.
         raise AssemblyFailed(
             f"the exporter failed ({type(error).__name__}: {error}): find the rank that failed first"
         ) from error
+
+
+def _cut_vocabulary(exported: Iterable[tuple[str, torch.Tensor]], rows: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, of those with a row for each token the first `rows` rows.
+
+    Raises `LayoutMismatch` where none has a row for each token, and where one has fewer, or another padding.
+    """
+    padded: dict[int, str] = {}
+    for name, tensor in exported:
+        if _VOCABULARY.search(name) and tensor.ndim:
+            padded.setdefault(tensor.shape[0], name)
+            if tensor.shape[0] < rows:
+                raise LayoutMismatch(
+                    f"{name!r} has {tensor.shape[0]} rows, fewer than vocab_size={rows}: give the rows "
+                    "that the served checkpoint has"
+                )
+            yield name, tensor[:rows]
+        else:
+            yield name, tensor
+    if len(padded) != 1:
+        found = ", ".join(f"{name!r} of {size} rows" for size, name in padded.items()) or "no embedding"
+        raise LayoutMismatch(
+            f"vocab_size={rows} cuts the padding of one vocabulary, the exporter yields {found}: cut it in the exporter"
+        )
 
 
 def _check_alike(name: str, tensor: torch.Tensor, listing: _Listing, seen: AbstractSet[str]) -> None:
@@ -245,15 +310,21 @@ class FullTensorSource(CollectiveSource):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Arguments and errors as those of `FSDPSource`. Collective."""
-        super().__init__(RankGroup(group, timeout_s))
+        super().__init__(RankGroup(group, timeout_s) if dist.is_initialized() else SingleRank())
         self._module = module
-        self.model: str = model or architecture(module)
-        """Architecture as the checkpoint's config names it."""
+        self._model = model or architecture(module)
         with self._closing_when_refused():
-            _, (device, self._dtypes, self._tensors) = on_all_ranks(self._ranks, lambda: self._describe(dtype))
+            _, (device, self._dtypes, self._tensors) = on_all_ranks(
+                self._ranks, lambda: self._describe(dtype), lambda own: own[2]
+            )
         self.device: torch.device = device
         """Device of the buckets."""
         self._whole: dict[str, torch.Tensor] = {}
+
+    @property
+    def model(self) -> str:
+        """Architecture as the checkpoint's config names it. Raises `UnsupportedModel` where the module has no name."""
+        return named(self._model)
 
     @property
     def head_dim(self) -> int | None:
@@ -281,9 +352,16 @@ class FullTensorSource(CollectiveSource):
         self, dtype: torch.dtype | None
     ) -> tuple[RankLayout, tuple[torch.device, Mapping[str, str], tuple[TensorSpec, ...]]]:
         """Tensors that this rank would serve. All ranks must gather the same ones, in the same order."""
-        stored = stored_tensors(self._module)
+        check_wrappers(self._module)
+        stored = {name: _readable(tensor, values=False) for name, tensor in stored_tensors(self._module).items()}
         if not stored:
             raise UnsupportedModel(f"{type(self._module).__name__} has no parameters")
+        placements = placements_of(self._module, stored, self._ranks.global_ranks)
+        if parted := [name for name, placement in placements.items() if placement.shape != tuple(stored[name].shape)]:
+            raise UnsupportedModel(
+                f"{parted[0]!r} holds the experts of one expert-parallel rank, and only the ranks of its mesh can be "
+                "gathered: use FSDPSource, which assembles all experts"
+            )
         dtypes = served_dtypes(self._module, stored, dtype)
         blank = {
             name: torch.empty(tuple(tensor.shape), dtype=DTYPES[dtypes[name]], device="meta")
@@ -294,15 +372,17 @@ class FullTensorSource(CollectiveSource):
             for name, tensor in revert(self._module, blank).items()
         )
         check_manifestable(tensors)
-        facts = {"model": self.model, "tensors": Manifest.of(self.model, tensors).digest()}
-        return RankLayout(facts, b""), (device_of(list(stored.values())), dtypes, tensors)
+        facts = {"model": self._model, TENSORS: Manifest.of(self._model, tensors).digest()}
+        layout = RankLayout(facts, b"", replicas=replica_digests(stored, placements))
+        return layout, (device_of(list(stored.values())), dtypes, tensors)
 
     @torch.no_grad()
     def _gather(self) -> None:
         whole: dict[str, torch.Tensor] = {}
         for name, tensor in stored_tensors(self._module).items():
             try:
-                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                plain = _readable(tensor)
+                full = plain.full_tensor() if isinstance(plain, DTensor) else plain
             except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
                 raise AssemblyFailed(f"{name!r} could not be gathered ({error}): find the rank that failed") from error
             if self.root:

@@ -18,15 +18,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
+from torch.distributed.tensor import DTensor
 
 from weightbus.dataplane.tensors import ITEM_BYTES, Shards, TensorSpec
 
 from ..assembly import unreadable_reason
 from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_dtype, check_manifestable
-from .checkpoint_conversion import architecture, head_dim, slices, stored_tensors, unwrapped
+from .checkpoint_conversion import head_dim, slices, stored_tensors
 from .collective_source import (
     DEFAULT_TIMEOUT_S,
+    NOT_SHARDED,
+    TENSORS,
     ParameterIdentity,
     RankGroup,
     RankShards,
@@ -35,7 +37,9 @@ from .collective_source import (
     distinct_shards,
     local_tensor,
 )
-from .tensor_slices import DTensorCut, LocalShard, runs_of, shards_of
+from .tensor_placement import Placement, placements_of, replica_digests
+from .tensor_slices import LocalShard, runs_of, shards_of
+from .wrappers import architecture, check_wrappers, unwrapped
 
 
 class HFModuleSource(ShardedSource):
@@ -54,6 +58,7 @@ class HFModuleSource(ShardedSource):
         """
         super().__init__(SingleRank())
         local = describe_module(module, dtype, 0, model)
+        _check_whole(local.parameters)
         self._serve(local, local.shards, local.parameters[0].device)
 
 
@@ -83,25 +88,34 @@ class FSDPSource(ShardedSource):
         """
         super().__init__(RankGroup(group, timeout_s))
         with self._closing_when_refused():
-            layouts, local = self._exchange_layouts(lambda: describe_module(module, dtype, self.rank, model))
+            layouts, local = self._exchange_layouts(
+                lambda: describe_module(module, dtype, self.rank, model, ranks=self._ranks.global_ranks)
+            )
             distinct = distinct_shards(layouts, local.tensors)
         self._serve(local, distinct, device_of(local.parameters))
 
 
-def describe_module(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None) -> RankShards:
+def describe_module(
+    module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None, *, ranks: Sequence[int] = (0,)
+) -> RankShards:
     """Find every tensor of `module` that its checkpoint holds, and this rank's part of it. Reads no values of shards.
 
+    `ranks` are the global ranks of the source, of which this is the one at index `rank`.
     Parameters are served in `dtype`, if it is given; buffers, and modules that the model itself keeps in float32, as
     they are. Raises a `SourceError` for a tensor that cannot be described.
     """
+    check_wrappers(module)
     stored = stored_tensors(module)
     if not stored:
         raise UnsupportedModel(f"{type(module).__name__} has no parameters")
-    form = slices(module, {name: tuple(tensor.shape) for name, tensor in stored.items()})
+    placements = placements_of(module, stored, ranks)
+    form = slices(module, {name: placement.shape for name, placement in placements.items()})
     served = served_dtypes(module, stored, dtype)
     tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
     check_manifestable(tensors)
-    locals_ = {name: _local_of(name, tensor, index) for index, (name, tensor) in enumerate(stored.items())}
+    locals_ = {
+        name: _local_of(name, tensor, placements[name], index) for index, (name, tensor) in enumerate(stored.items())
+    }
     held = (shard for each in form if (local := locals_[each.source]) for shard in shards_of(each, local))
     name = model or architecture(module)
     return RankShards(
@@ -112,7 +126,17 @@ def describe_module(module: nn.Module, dtype: torch.dtype | None, rank: int, mod
         facts=lambda: {"model": name, **dict(_facts(stored, tensors))},
         identity=ParameterIdentity(partial(stored_tensors, module)),
         head_dim=head_dim(module),
+        replicas=lambda: replica_digests(stored, placements),
     )
+
+
+def _check_whole(parameters: Sequence[torch.Tensor]) -> None:
+    sharded = sum(local_tensor(each).numel() < each.numel() for each in parameters)
+    if sharded:
+        raise LayoutMismatch(
+            f"{sharded} of {len(parameters)} tensors are sharded over several ranks, of which this one holds a part: "
+            "build an FSDPSource, on every rank"
+        )
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
@@ -124,11 +148,11 @@ def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _local_of(name: str, tensor: torch.Tensor, storage: int) -> LocalShard | None:
+def _local_of(name: str, tensor: torch.Tensor, placement: Placement, storage: int) -> LocalShard | None:
     """This rank's part of one tensor; None when it has no elements."""
     mine = local_tensor(tensor)
     dtype = str(mine.dtype).removeprefix("torch.")
-    held = LocalShard(runs_of(tuple(tensor.shape), _cuts(name, tensor)), tuple(mine.stride()), storage, dtype)
+    held = LocalShard(runs_of(placement.shape, placement.cuts), tuple(mine.stride()), storage, dtype)
     if not mine.numel():
         return None
     if held.shape != tuple(mine.shape):
@@ -137,29 +161,6 @@ def _local_of(name: str, tensor: torch.Tensor, storage: int) -> LocalShard | Non
             "it was cut otherwise than its placements say"
         )
     return held
-
-
-def _cuts(name: str, tensor: torch.Tensor) -> list[DTensorCut]:
-    """The cuts by which the ranks of its mesh share a tensor, in the order of the mesh."""
-    if not isinstance(tensor, DTensor):
-        return []
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise LayoutMismatch(f"{name!r} is spread over a mesh that this rank is not part of: {mesh}")
-    cuts: list[DTensorCut] = []
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            continue
-        # FSDP over tensor parallelism; a kind of Shard in some versions of torch, and in some not.
-        strided = type(placement).__name__ == "_StridedShard"
-        if not strided and type(placement) is not ShardPlacement:
-            advice = "only replicated and sharded parameters are read"
-            raise UnknownParameter(name, tensor.shape, f"placed as {placement!r}", advice)
-        after = int(getattr(placement, "split_factor")) if strided else 1  # noqa: B009  # the class is private
-        dim = int(getattr(placement, "dim"))  # noqa: B009
-        cuts.append(DTensorCut(dim, mesh.size(axis), coordinate[axis], after))
-    return cuts
 
 
 def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, str]:
@@ -182,9 +183,9 @@ def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: 
 
 def _facts(stored: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> Iterator[tuple[str, str]]:
     """Facts that differ between two models, and between ranks with different values of a tensor that is not sharded."""
-    yield "tensors", hashlib.sha256(msgspec.msgpack.encode(tensors)).hexdigest()
+    yield TENSORS, hashlib.sha256(msgspec.msgpack.encode(tensors)).hexdigest()
     for name, tensor in stored.items():
         if not isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
             # A copy: numpy would fix the size of the trainer's own storage.
             data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
-            yield f"{name} (not sharded)", hashlib.sha256(data.tobytes()).hexdigest()[:16]
+            yield f"{name} {NOT_SHARDED}", hashlib.sha256(data.tobytes()).hexdigest()[:16]

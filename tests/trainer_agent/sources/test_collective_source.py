@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.trainer_agent.source import LayoutMismatch, RanksDisagree, SourceError
 from weightbus.trainer_agent.sources.collective_source import (
+    TENSORS as TENSORS_FACT,
     LayoutRefusal,
     RankGroup,
     RankLayout,
@@ -119,6 +121,71 @@ def test_ranks_of_different_models_are_told_apart(other: RankLayout, part: str) 
     """The message names the facts that differ, and nothing else."""
     with pytest.raises(RanksDisagree, match=f"rank 1 has {part}: give"):
         check_layouts([encode(roster(0)), encode(other)])
+
+
+class TwoLists(Two):
+    """Rank 1 of two, whose rank 0 lists what it is told to."""
+
+    rank = 1
+
+    def __init__(self, other: RankLayout, listed: dict[str, str]) -> None:
+        super().__init__(other)
+        self.listed = listed
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        self.said.append(blob)
+        return [self.other if len(self.said) == 1 else b"", blob]
+
+    def broadcast(self, blob: bytes | None) -> bytes:
+        assert blob is None, "only the root's list travels"
+        return msgspec.msgpack.encode(self.listed)
+
+
+ALIKE = {spec.name: f"{spec.dtype} {spec.shape}" for spec in TENSORS}
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        (ALIKE | {"head": "x", "a": "x", "b": "x", "c": "x"}, "it lacks 'head', 'a', 'b' and 1 others: give"),
+        ({"norm": ALIKE["norm"]}, "it has 'embedding': give"),
+        (
+            ALIKE | {"norm": "float32 (4,)"},
+            r"it holds 'norm' in bfloat16 \(4,\) \(rank 0: float32 \(4,\)\): give",
+        ),
+        (dict(reversed(ALIKE.items())), "it lists the same tensors in another order: give"),
+        ({"embeddings": "x", "norm": ALIKE["norm"]}, "it lacks 'embeddings'; has 'embedding': give"),
+    ],
+)
+def test_ranks_built_differently_are_told_the_rank_and_the_first_names(listed: dict[str, str], words: str) -> None:
+    """Not digests of lists; and only where these differ do lists travel."""
+    ranks = TwoLists(RankLayout({TENSORS_FACT: "other"}, b""), listed)
+    mine = RankLayout({TENSORS_FACT: "mine"}, b"")
+    with pytest.raises(RanksDisagree, match=f"rank 1 was built differently from rank 0: {words}"):
+        on_all_ranks(cast(RankGroup, ranks), lambda: (mine, TENSORS), lambda own: own)
+
+
+def test_lists_do_not_travel_where_they_are_alike() -> None:
+    """One gather, as many as ever."""
+    ranks = Two(RankLayout({TENSORS_FACT: "mine"}, b""))
+    on_all_ranks(cast(RankGroup, ranks), lambda: (RankLayout({TENSORS_FACT: "mine"}, b""), TENSORS), lambda own: own)
+    assert len(ranks.said) == 1
+
+
+def test_many_differences_are_counted_and_not_listed() -> None:
+    """Every layer of two models differs; three are named."""
+    other = {f"layers.{index} (not sharded)": "1" for index in range(9)}
+    with pytest.raises(RanksDisagree, match=r"layers\.2 .*rank 0: 0\) and 6 others: experts of an expert-parallel"):
+        check_layouts([encode(RankLayout(dict.fromkeys(other, "0"), b"")), encode(RankLayout(other, b""))])
+
+
+def test_what_lies_on_meshes_apart_is_equal_or_refused() -> None:
+    """Ranks in the same place of two meshes hold replicas, or parts that nothing tells apart."""
+    layouts = [RankLayout({}, b"", replicas={f"'w' (4,), part {rank % 2} of 2": str(rank % 2)}) for rank in range(4)]
+    assert len(check_layouts([encode(each) for each in layouts])) == 4
+    layouts[3] = RankLayout({}, b"", replicas={"'w' (4,), part 1 of 2": "another"})
+    with pytest.raises(RanksDisagree, match=r"rank 3 and rank 1, .* hold different values of 'w' \(4,\), part 1 of 2"):
+        check_layouts([encode(each) for each in layouts])
 
 
 def test_copies_are_read_from_the_lowest_rank() -> None:

@@ -213,3 +213,35 @@ def test_megatron_bridge_is_asked_for_tensors_where_they_are() -> None:
     found = assembled(source, Manifest.of("New", source.tensors()), [0])
     assert torch.equal(found["weight"], model.weight)
     source.close()
+
+
+def padded_vocabulary(rows: int = 10) -> dict[str, torch.Tensor]:
+    """An embedding and an output layer with rows for tokens that no tokenizer has."""
+    weights = {"model.embed_tokens.weight": (rows, 2), "model.norm.weight": (2,), "lm_head.weight": (10, 2)}
+    return {name: torch.rand(shape) for name, shape in weights.items()}
+
+
+def test_the_padding_of_a_vocabulary_is_cut_off() -> None:
+    """Of the embedding and the output layer, in every pass; everything else is served as it is exported."""
+    weights = padded_vocabulary()
+    source = ExportedSource(lambda: iter(weights.items()), model="New", vocab_size=7)
+    shapes = {spec.name: spec.shape for spec in source.tensors()}
+    assert shapes == {"model.embed_tokens.weight": (7, 2), "model.norm.weight": (2,), "lm_head.weight": (7, 2)}
+    manifest = Manifest.of("New", source.tensors(), 1 << 20)
+    found = assembled(source, manifest, [0])
+    assert all(torch.equal(found[name], weights[name][: shapes[name][0]]) for name in weights)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"model.norm.weight": torch.rand(20, 2)}, "yields no embedding: cut it in the exporter"),
+        (padded_vocabulary(6), r"'model\.embed_tokens\.weight' has 6 rows, fewer than vocab_size=7"),
+        (padded_vocabulary(12), r"'model\.embed_tokens\.weight' of 12 rows, 'lm_head\.weight' of 10 rows"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_cut_is_refused(weights: dict[str, torch.Tensor], words: str) -> None:
+    """Nothing to cut, too few rows, or two tensors that were padded differently."""
+    with pytest.raises(LayoutMismatch, match=words):
+        ExportedSource(lambda: iter(weights.items()), model="New", vocab_size=7)

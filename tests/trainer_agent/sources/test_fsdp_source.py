@@ -20,12 +20,16 @@ SHIM = Path(cpu_server.__file__).with_name("cpu_shim")
 RANKS_S = 200
 CASES = {
     2: ("llama", "tied", "odd", "experts"),
-    4: ("odd experts", "hybrid", "over tensor parallel", "odd over tensor parallel"),
+    4: ("odd experts", "hybrid", "over tensor parallel", "expert parallel", "odd over tensor parallel"),
 }
 REFUSALS = {
-    "an adapter on rank 1": ("RanksDisagree", "'lm_head.adapter.weight' is part of an adapter"),
-    "an adapter on rank 1, gathered whole": ("RanksDisagree", "'lm_head.adapter.weight' is part of an adapter"),
-    "another dtype on rank 1": ("RanksDisagree", "rank 1 has tensors="),
+    "an adapter on rank 1": ("RanksDisagree", "'lm_head.lora_A.weight' is part of an adapter"),
+    "an adapter on rank 1, gathered whole": ("RanksDisagree", "'lm_head.lora_A.weight' is part of an adapter"),
+    "another dtype on rank 1": ("RanksDisagree", "it holds 'model.embed_tokens.weight' in bfloat16 (64, 16)"),
+    "another width on rank 1": ("RanksDisagree", "rank 1 was built differently from rank 0: it holds 'model.layers.0."),
+    "experts of one rank that nothing tells apart": ("UnsupportedModel", "holds 2 experts of the config's 4"),
+    "different parts on meshes apart": ("RanksDisagree", "hold different values of 'weight' (4, 4), part 0 of 1"),
+    "sharded, as a single module": ("LayoutMismatch", "build an FSDPSource, on every rank"),
     "a part that is not sharded and not equal": ("RanksDisagree", "model.norm.weight (not sharded)="),
     "tied in the config alone": ("LayoutMismatch", "call tie_weights() before it is sharded"),
     "no module on rank 1": ("SourceError", "(AttributeError: 'NoneType' object has no attribute"),
@@ -87,6 +91,14 @@ def test_no_rank_needs_more_than_a_bucket(told: dict[int, Told], world: int, cas
     for rank in told[world]:
         largest, extra = rank[case]["extra"]
         assert extra <= largest + 16 * world
+
+
+def test_experts_of_expert_parallel_ranks_are_complete_or_refused(told: dict[int, Told]) -> None:
+    """By the axis of the mesh's root and the config's number; never one rank's alone. Replicas are served."""
+    assert all(
+        "use FSDPSource, which assembles all experts" in rank["expert parallel"]["gathered whole"] for rank in told[4]
+    )
+    assert all("replicas on meshes apart" not in rank["refusals"] for rank in told[2])
 
 
 def test_the_cases_are_as_uneven_as_they_claim(told: dict[int, Told]) -> None:

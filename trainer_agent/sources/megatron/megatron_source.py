@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weightbus.dataplane.tensors import Shard, Shards, stored_tensors
 
@@ -414,7 +415,9 @@ class ModelChunk:
         for name, parameter in self._trained():
             found = self._find(name, parameter, _attributes(parameter))
             if type(parameter) is not nn.Parameter:
-                advice = "only plain tensors are read: train without FSDP and without quantized parameters"
+                advice = unreadable_reason(parameter, rounded=True) or "only plain tensors are read"
+                if isinstance(parameter, DTensor):
+                    advice = "only plain tensors are read: train without FSDP, or through ExportedSource"
                 kind = f"a {type(parameter).__name__}, {_attributes(parameter)}"
                 raise UnknownParameter(found.name, parameter.shape, kind, advice)
             if advice := unreadable_reason(parameter, rounded=True):

@@ -28,6 +28,7 @@ REFUSALS = {
     "a buffer on rank 1": ("RanksDisagree", "'decoder.counts' (3,) (a persistent buffer)"),
     "an adapter on rank 1": ("RanksDisagree", "'decoder.layers.3.mlp.adapter.weight' (4, 4)"),
     "a quantized norm on rank 1": ("RanksDisagree", "its scale would be lost"),
+    "a parameter kept in FP8 on rank 1": ("RanksDisagree", "Float8Tensor, quantized, and its memory is no weight"),
     "nothing on rank 1": ("RanksDisagree", "'NoneType' object"),
     "replaced on rank 1, assembled": ("RanksDisagree", "'decoder.layers.1.input_layernorm.weight' ((64,)"),
     "replaced on rank 1, exposed": ("RanksDisagree", "build the source again after replacing parameters"),
