@@ -236,7 +236,7 @@ def check_layouts(statements: Sequence[bytes]) -> tuple[RankLayout, ...]:
             more = f" and {len(odd) - _SHOWN} others" if len(odd) > _SHOWN else ""
             advice = "give every rank the same model, config and dtype"
             if all(NOT_SHARDED in each for each in odd):
-                advice = f"{_APART}; replicas that drifted apart are broadcast first"
+                advice = f"broadcast replicas that drifted apart; {_APART}"
             raise RanksDisagree(f"rank {rank} has {', '.join(odd[:_SHOWN])}{more}: {advice}")
     _check_replicas(layouts)
     return tuple(layouts)

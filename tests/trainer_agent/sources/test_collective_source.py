@@ -175,7 +175,7 @@ def test_lists_do_not_travel_where_they_are_alike() -> None:
 def test_many_differences_are_counted_and_not_listed() -> None:
     """Every layer of two models differs; three are named."""
     other = {f"layers.{index} (not sharded)": "1" for index in range(9)}
-    with pytest.raises(RanksDisagree, match=r"layers\.2 .*rank 0: 0\) and 6 others: experts of an expert-parallel"):
+    with pytest.raises(RanksDisagree, match=r"layers\.2 .*rank 0: 0\) and 6 others: broadcast replicas"):
         check_layouts([encode(RankLayout(dict.fromkeys(other, "0"), b"")), encode(RankLayout(other, b""))])
 
 
