@@ -310,6 +310,22 @@ def _flags_of(name: str) -> set[str]:
     return {flag for action in parser._actions for flag in action.option_strings} | {"--debug"}
 
 
+def test_texts_that_help_in_trouble_are_those_of_the_programs() -> None:
+    """Each text that README.md quotes for a user who looks for it is in the source, in one piece."""
+    section = (ROOT / "README.md").read_text("utf-8").partition("## When it does not work")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith('| "')]
+    quoted = [text for row in rows for text in re.findall(r'"([^"]+)"', row)]
+    assert len(quoted) > 10
+    modules = [path for path in FILES if path.suffix == ".py" and "tests" not in path.relative_to(ROOT).parts]
+    said = {
+        node.value
+        for module in modules
+        for node in ast.walk(ast.parse(module.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert [text for text in quoted if not any(text in each for each in said)] == []
+
+
 def test_settings_examples_are_read(tmp_path: Path) -> None:
     """Each section of an example of a settings file is read by the command that has it."""
     kinds: dict[str, Any] = {"trainer": weightbus.TrainerSettings}

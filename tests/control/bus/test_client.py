@@ -696,28 +696,36 @@ def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypa
         assert there.count(Topology) == count
 
 
-def test_a_coordinator_of_the_last_release_is_told_all_but_why_an_engine_is_not_clean(
-    there: Coordinator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("knows_trouble", [True, False])
+def test_an_older_coordinator_is_told_all_that_it_knows_of_an_engine(
+    there: Coordinator, monkeypatch: pytest.MonkeyPatch, knows_trouble: bool
 ) -> None:
-    """The newest field goes first: the trouble of a server is still told (N44)."""
+    """The newest fields go first, one release after the other; where the engine is, is told in any case (N44, N61)."""
     monkeypatch.setattr(client_module, "TOPOLOGY_S", 1.0)
 
     def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
-        if isinstance(item.message, Topology) and item.message.unclean:
+        said = item.message
+        if isinstance(said, Topology) and (said.unclean or (said.trouble and not knows_trouble)):
             return Refused(request=RequestId("rejected"), code=RefusalCode.NOT_ALLOWED, reason="unknown field"), None
-        return (Ack(request=item.message.request), None) if isinstance(item.message, Topology) else there.usual(item)
+        return (Ack(request=said.request), None) if isinstance(said, Topology) else there.usual(item)
 
     there.answer = older
+    full = Topology(
+        request=RequestId("filled in"), network="rack 1", trouble="compiles", starting=True, unclean="dirty"
+    )
     client = BusClient(
-        BusSettings(endpoint=f"tcp://127.0.0.1:{there.port}", timing=QUICK),
-        hello,
-        topology=lambda: Topology(request=RequestId("filled in"), trouble="compiles", unclean="labeled by another"),
+        BusSettings(endpoint=f"tcp://127.0.0.1:{there.port}", timing=QUICK), hello, topology=lambda: full
     )
     with client:
         client.start(DEADLINE_S)
+        there.wait_for(lambda: there.count(Topology) and not client._session.pending)
         there.wait_for(lambda: any(isinstance(each, Topology) and not each.unclean for each in there.seen))
         there.wait_for(lambda: not client._session.pending)
-        assert {each.trouble for each in there.seen if isinstance(each, Topology)} == {"compiles"}
+        told = [each for each in there.seen if isinstance(each, Topology)][-1]
+        assert (told.trouble, told.starting, told.unclean) == (
+            ("compiles", True, "") if knows_trouble else ("", False, "")
+        )
+        assert told.network == "rack 1"
 
 
 def test_a_bounded_set_keeps_the_last_ones() -> None:

@@ -41,6 +41,7 @@ from weightbus.control.protocol.messages import (
 )
 from weightbus.control.security.trust import ALLOW_LIST_FILE, edit_allow_list
 from weightbus.dataplane.transports.interface import JOIN_S
+from weightbus.engine_agent.engines.local_process import ProcessesUnread
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.errors import ServerInUse
 from weightbus.engine_agent.machine.engine_machine import ServerView
@@ -571,6 +572,32 @@ def test_what_another_party_did_to_a_server_is_in_the_status_until_it_is_mended(
     until(lambda: "pending: labeled '77' by another party, expected '7'" in shown(), "the label in the status")
     deployment.publish(8)
     until(lambda: not shown(), "the next version")
+
+
+def test_workers_that_cannot_be_located_now_are_located_later(
+    tmp_path: Path, coordinator: tuple[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors may have run out: the agent says so, joins all the same, and looks again; nothing is guessed."""
+    look, failures = driver.places_of, [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    def places_of(facts: Any) -> Any:
+        if failures:
+            raise ProcessesUnread(failures.pop())
+        return look(facts)
+
+    monkeypatch.setattr(driver, "places_of", places_of)
+    monkeypatch.setattr(driver, "_LOCATE_S", 0.2)
+    made = Deployment(tmp_path, coordinator)
+    try:
+        with capture_logs() as logs:
+            made.start()
+            until(lambda: made.agent and made.agent._locations[0], "the workers")
+        told = [line for line in logs if line["event"] == "workers_not_located"]
+        assert len(told) == 2
+        assert "Too many open files" in told[0]["reason"]
+        assert made.publish(7).committed
+    finally:
+        made.close()
 
 
 def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:

@@ -267,6 +267,44 @@ def test_what_fails_is_said_and_the_agent_goes_on(
     assert not stage.fake.session
 
 
+def test_a_manifest_that_cannot_be_written_is_told_and_tried_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk costs the next life its manifest, and no round; the next version is written."""
+    made, _ = stage.carry_out()
+    full, written = [True], list[Path]()
+
+    def write(path: Path, _: bytes) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device", str(path))
+        written.append(path)
+
+    monkeypatch.setattr(rehearsing, "write_durably", write)
+    manifest = Manifest.of("X", (TensorSpec("w", "float32", (2,)),))
+    with capture_logs() as logs:
+        made.remember(manifest)
+    assert [line["event"] for line in logs] == ["manifest_not_kept"]
+    assert "No space left" in logs[0]["reason"]
+    full[0] = False
+    made.remember(manifest)
+    made.remember(manifest)
+    assert len(written) == 1
+
+
+def test_an_error_that_was_not_foreseen_ends_the_prerecording_and_not_the_agent(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is over, so that the agent joins, and the log has the traceback."""
+
+    def record(_: object, *__: object) -> int:
+        raise ZeroDivisionError("0")
+
+    monkeypatch.setattr(rehearsal.Prerecording, "record", record)
+    made, said = stage.carry_out()
+    assert made.over
+    assert said[0].startswith("not_recorded_ahead")
+
+
 def test_a_server_without_our_loader_is_not_asked(stage: Stage) -> None:
     """It would end by it."""
     stage.fake.info = {"custom_weight_loader": []}

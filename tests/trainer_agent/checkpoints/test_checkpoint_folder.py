@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -206,6 +207,28 @@ def test_a_fingerprint_changes_with_every_file(tmp_path: Path) -> None:
     file.rename(tmp_path / "y")
     seen.add(folders.fingerprint(tmp_path))
     assert len(seen) == 5
+
+
+def test_a_folder_that_cannot_be_listed_has_another_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no folder without files: such a checkpoint would look unchanged. One that has gone meanwhile is none."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "x").write_bytes(b"1")
+    empty, listed = folders.fingerprint(tmp_path), os.scandir
+
+    def failing(code: int) -> str:
+        def scandir(folder: str | Path) -> object:
+            if Path(folder).name == "below":
+                raise OSError(code, os.strerror(code), str(folder))
+            return listed(folder)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "scandir", scandir)
+            return folders.fingerprint(tmp_path)
+
+    assert len({empty, failing(errno.EIO), failing(errno.EMFILE)}) == 3
+    assert failing(errno.ENOENT) == empty
 
 
 @pytest.mark.parametrize(

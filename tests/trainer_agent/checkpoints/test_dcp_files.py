@@ -185,6 +185,20 @@ def test_whatever_a_config_makes_transformers_raise_is_about_the_checkpoint(
         DcpFiles(folder, "M", {"model_type": "odd"})
 
 
+def test_metadata_that_cannot_be_read_now_is_no_bad_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors or a network file system may be back soon: a folder that was called bad is not looked at again."""
+    folder = written(tmp_path, {"model": tensors(1)})
+
+    def unread(_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dcp_files.FileSystemReader, "read_metadata", unread)
+        with pytest.raises(OSError, match="Too many open files"):
+            DcpFiles(folder, "M", {})
+    assert read(DcpFiles(folder, "M", {})) == {1.0}
+
+
 def test_files_that_are_written_to_while_they_are_read_are_no_version(tmp_path: Path) -> None:
     """What was read may be of two states; a folder that is gone was read while it was there."""
     files = DcpFiles(written(tmp_path / "a", {"model": tensors(1)}), "M", {})
