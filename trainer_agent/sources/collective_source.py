@@ -370,8 +370,10 @@ def named(model: str) -> str:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of `tensor`, not copied: the whole tensor when it is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local()
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
