@@ -6,6 +6,13 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import digest_triton as digest_triton, sglang_checksum as sglang_checksum, tensor_digest as tensor_digest
+    from .expected_sglang_digests import (
+        SHA256 as SHA256,
+        EngineKind as EngineKind,
+        SglangDigester as SglangDigester,
+        SglangDigestPlan as SglangDigestPlan,
+        merge_live_digests as merge_live_digests,
+    )
     from .nonfinite import Words as Words, add_counts as add_counts, masks_of as masks_of
     from .sglang_checksum import (
         ParameterBox as ParameterBox,

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
         blob_digest as blob_digest,
         cut as cut,
     )
+    from .safetensors_files import (
+        STORED_DTYPES as STORED_DTYPES,
+        StoredTensor as StoredTensor,
+        stored_files as stored_files,
+        stored_tensors as stored_tensors,
+    )
     from .shards import (
         DTYPES as DTYPES,
         Box as Box,
@@ -55,11 +61,6 @@ if TYPE_CHECKING:
         tensor_positions as tensor_positions,
         volumes as volumes,
         whole_tensor_shard as whole_tensor_shard,
-    )
-    from .stored_tensors import (
-        STORED_DTYPES as STORED_DTYPES,
-        stored_files as stored_files,
-        stored_tensors as stored_tensors,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

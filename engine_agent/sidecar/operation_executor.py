@@ -89,6 +89,7 @@ from ..machine import (
     Verify,
     name_of,
 )
+from .left_part import UNPROVEN, LeftPart
 from .settings import VerificationMode
 
 SAVED: Final = "saved"
@@ -144,6 +145,9 @@ class OperationExecutor:
         """Identity of a process generation, and the devices of its workers."""
         self._called_off = -1
         """Number of the last operation that was cancelled."""
+        self._left = LeftPart(server)
+        self._folder = ""
+        """The checkpoint that the server was launched with, by its own name."""
         self._believed: Prepare | None = None
         """The publication that was trusted last."""
         self._layouts: dict[str, Manifest] = {}
@@ -245,6 +249,7 @@ class OperationExecutor:
             self._worker_health.ask(self._generation)
         match operation:
             case Validate(command, folder, serving):
+                self._folder = folder
                 self._believe(command, serving)
                 self._worker_health.look(self._generation)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
@@ -380,14 +385,17 @@ class OperationExecutor:
         self.loads += 1
         self._settle_quietly(command.deadline_s)
         self._server.clear_dirty()
+        self._folder = folder
         session = self._session(command, folder)
         kind = SAVED if _is_saved(command.offer) else command.offer.transport.value
         if kind not in self._receivers:
             self._receivers[kind] = SavedReceiver() if kind == SAVED else self._make(kind)
         self._active = receiver = self._receivers[kind]
         left = max(until - time.monotonic(), 0.001)
+        launched = self._server.last_label
         self._mark_incomplete(left)
         self._server.resume_weights_memory(min(left, CALL_S))
+        self._left.begin(session.manifest, self._folder, launched, max(until - time.monotonic(), 0.001))
         before = receiver.devices if isinstance(receiver, Sized) else ()
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
@@ -402,6 +410,8 @@ class OperationExecutor:
             self._returning = receiver, self._generation
         else:
             self._server.end_update()
+        if session.manifest.left and transports.by_name(command.offer.transport).loaded_by is LoadedBy.FILES:
+            self._left.check_files(session.manifest, Path(command.offer.address), self._checkpoint)
         self._tell_remark(receiver)
         if isinstance(receiver, Timed):
             for step, seconds in receiver.seconds.items():
@@ -409,7 +419,8 @@ class OperationExecutor:
         followed = "" if command.table else self._believe_table(command, receipt.tabled)
         proves_itself = receipt.checked and transports.by_name(command.offer.transport).loaded_by is LoadedBy.LOADER
         self._copied = session.manifest if proves_itself else self._copied
-        verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
+        # By the workers, of what they hold: that is no more than what was sent.
+        verified_by = self._with_left(session.manifest, "live-digest") if proves_itself else ""
         return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by, followed)
 
     def _tell_remark(self, receiver: Receiver) -> None:
@@ -456,10 +467,11 @@ class OperationExecutor:
     # -- verification, release -----------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
+        layout, _ = self._read(command.manifest, command.table, VERIFY_S)
         if self._holds(command.manifest, command.table):
-            return VerificationPassed("live-digest")
+            return VerificationPassed(self._with_left(layout, "live-digest"))
         if checked:
-            return VerificationPassed("bucket-digest")
+            return VerificationPassed(self._with_left(layout, "bucket-digest"))
         if self._proof is VerificationMode.AVAILABLE:
             _log.warning("version_unproven", version=command.version, transport=command.offer.transport.value)
             return VerificationPassed("")
@@ -478,9 +490,36 @@ class OperationExecutor:
         if live is None:
             return False
         found = self._server.live_digests(proof_s(layout.nbytes))
-        compare(live.parameters, found)
+        left = self._left.predicted(layout, self._checkpoint) if layout.left else None
+        try:
+            compare(live.parameters | (left or {}), found, whole=not layout.left or left is not None)
+        except WrongWeights:
+            self._left.doubt()
+            raise
+        if left is not None:
+            self._left.note_proven(layout)
         self.proven = self.loads, found
         return True
+
+    def _with_left(self, layout: Manifest, verified_by: str) -> str:
+        """`verified_by`, once what `layout` leaves was proven, too; else what says that it could not be."""
+        if not layout.left or self._left.proven(layout):
+            return verified_by
+        predicted = self._left.predicted(layout, self._checkpoint)
+        if predicted is None:
+            return f"{verified_by}; {UNPROVEN}"
+        try:
+            compare(predicted, self._server.live_digests(proof_s(layout.nbytes)), whole=False)
+        except WrongWeights:
+            self._left.doubt()
+            raise
+        self._left.note_proven(layout)
+        return verified_by
+
+    @property
+    def _checkpoint(self) -> Path:
+        """The checkpoint that the server was launched with, as this agent sees it."""
+        return self._checkpoint_dir or Path(self._folder or self._server.facts.model_path)
 
     @property
     def _no_digests(self) -> str:
@@ -491,6 +530,9 @@ class OperationExecutor:
         """Whether the server has the committed version, which a sidecar of before brought it."""
         if not self._holds(held.manifest, held.table):
             raise WrongWeights("recognize", self._no_digests)
+        layout, _ = self._read(held.manifest, held.table, VERIFY_S)
+        if layout.left and not self._left.proven(layout):
+            raise WrongWeights("recognize", UNPROVEN)
         return VerificationPassed("live-digest")
 
     # -- the mark of weights that are being changed --------------------------------------------------------------------
@@ -561,8 +603,11 @@ def _address(command: Transfer) -> Address:
     return Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
 
 
-def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]]) -> None:
-    """Raise `WrongWeights` unless every rank reports exactly `wanted`; names the first parameter and both digests."""
+def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]], *, whole: bool = True) -> None:
+    """Raise `WrongWeights` unless every rank reports `wanted`, and nothing else where that is the `whole` model.
+
+    Names the first parameter and both digests.
+    """
     for rank, parameters in enumerate(found):
         for name, digests in wanted.items():
             reported = parameters.get(name, "nothing")
@@ -571,7 +616,7 @@ def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]]) -> 
                 raise WrongWeights(
                     "weights_checker", f"parameter {name!r} on rank {rank} is {reported}, its digest is {predicted}"
                 )
-        if extra := parameters.keys() - wanted.keys():
+        if whole and (extra := parameters.keys() - wanted.keys()):
             raise WrongWeights("weights_checker", f"rank {rank} has parameters that were not sent: {sorted(extra)[:4]}")
     if not found or any(len(digests) != len(found) for digests in wanted.values()):
         raise WrongWeights("weights_checker", f"{len(found)} ranks reported, the digest table is for others")

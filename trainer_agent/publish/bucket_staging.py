@@ -39,7 +39,17 @@ from weightbus.control.protocol import (
     TrainerInfo,
     TransportKind,
 )
-from weightbus.dataplane.digest import Words, masks_of, tensor_digest as integrity
+from weightbus.dataplane.digest import (
+    SHA256,
+    EngineKind,
+    SglangDigester,
+    SglangDigestPlan,
+    Words,
+    masks_of,
+    merge_live_digests,
+    sglang_checksum,
+    tensor_digest as integrity,
+)
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory import BucketBuffers
 from weightbus.dataplane.tensors import BucketSpec, DigestTable, LiveDigests, Manifest, Sources, cut
@@ -52,7 +62,6 @@ from ..quantized import served_folder
 from ..settings import TrainerSettings
 from ..source import AssemblyFailed, PipelineSource, Source, SourceError, head_dim_of, left_of
 from . import rank_commands as commands
-from .expected_sglang_digests import EngineKind, SglangDigester, SglangDigestPlan, engine_kinds, merge_live_digests
 from .rank_commands import (
     AssembleBucket,
     CommandedRanks,
@@ -310,6 +319,15 @@ class BucketStaging:
             self.ranks.tell(AssembleBucket(index))
             self._source.assemble(self.manifest, index, slot.memory)
         return _digest(self.manifest, index, slot.memory, watch, self._masks, nonfinite)
+
+
+def engine_kinds(engines: Mapping[str, EngineInfo]) -> frozenset[EngineKind]:
+    """Kinds of the `engines` whose digests can be predicted."""
+    return frozenset(
+        (info.live_digest, info.tp)
+        for info in engines.values()
+        if info.live_digest in (SHA256, sglang_checksum.ALGORITHM) and info.pp == 1 and info.dp == 1
+    )
 
 
 def _broadcast_alone(others: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None) -> bool:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.memory import Driver
-from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec, coverage as cover
+from weightbus.dataplane.tensors import Left, Manifest, Shards, TensorSpec, coverage as cover
 
 from ..assembly import Assembler, BucketPlan, BucketPlanCache, GatherExchange, check_manifest, plan
 from ..source import AssemblyFailed, LayoutMismatch, RanksDisagree, SourceError, UnsupportedModel
@@ -509,6 +509,8 @@ class RankShards(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that this rank holds, one entry for each chunk of a virtual pipeline."""
     replicas: Callable[[], dict[str, str]] = dict
     """`RankLayout.replicas`. May read values."""
+    left: tuple[Left, ...] = ()
+    """Tensors of the checkpoint that are not among `tensors`, because engines have them already; see `left_of`."""
 
 
 class _Planned:
@@ -554,6 +556,8 @@ class ShardedSource(CollectiveSource):
         self._local = local
         self.device = device
         """Device of the buckets."""
+        self.left = local.left
+        """Tensors of the checkpoint that are not served, because engines have them already."""
         self.head_dim = local.head_dim
         """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
         self.shards = distinct

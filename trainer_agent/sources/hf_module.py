@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weightbus.dataplane.tensors import ITEM_BYTES, Shards, TensorSpec
+from weightbus.dataplane.tensors import ITEM_BYTES, Left, LeftReason, Shards, TensorSpec, shortest_prefixes
 
 from ..assembly import unreadable_reason
 from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_dtype, check_manifestable
@@ -45,19 +45,27 @@ from .wrappers import architecture, check_wrappers, unwrapped
 class HFModuleSource(ShardedSource):
     """The live weights of one module on one process. Satisfies `Source`."""
 
-    def __init__(self, module: nn.Module, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        model: str | None = None,
+        dtype: torch.dtype | None = None,
+        trainable_only: bool = False,
+    ) -> None:
         """Describe `module` as the tensors of its checkpoint.
 
         Args:
             module: the model; its parameters may be on any device.
             model: architecture that the checkpoint's config names; by default the module's class.
             dtype: dtype in which parameters are served; by default their own.
+            trainable_only: leave parameters with ``requires_grad=False``: engines keep those of their launch.
 
         Raises:
             SourceError: for tensors of the checkpoint that are no slices of the module's, such as unmerged adapters.
         """
         super().__init__(SingleRank())
-        local = describe_module(module, dtype, 0, model)
+        local = describe_module(module, dtype, 0, model, trainable_only=trainable_only)
         _check_whole(local.parameters)
         self._serve(local, local.shards, local.parameters[0].device)
 
@@ -71,6 +79,7 @@ class FSDPSource(ShardedSource):
         *,
         dtype: torch.dtype | None = None,
         model: str | None = None,
+        trainable_only: bool = False,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -80,6 +89,7 @@ class FSDPSource(ShardedSource):
             module: the root module, after `fully_shard`.
             dtype: dtype in which parameters are served; by default their own, often float32 with FSDP.
             model: architecture that the checkpoint's config names; by default the module's class.
+            trainable_only: leave parameters with ``requires_grad=False``: engines keep those of their launch.
             group: the ranks of one model with all of its replicas; see `MegatronSource`.
             timeout_s: seconds that any collective waits.
 
@@ -89,14 +99,22 @@ class FSDPSource(ShardedSource):
         super().__init__(RankGroup(group, timeout_s))
         with self._closing_when_refused():
             layouts, local = self._exchange_layouts(
-                lambda: describe_module(module, dtype, self.rank, model, ranks=self._ranks.global_ranks)
+                lambda: describe_module(
+                    module, dtype, self.rank, model, ranks=self._ranks.global_ranks, trainable_only=trainable_only
+                )
             )
             distinct = distinct_shards(layouts, local.tensors)
         self._serve(local, distinct, device_of(local.parameters))
 
 
 def describe_module(
-    module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None, *, ranks: Sequence[int] = (0,)
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    rank: int,
+    model: str | None = None,
+    *,
+    ranks: Sequence[int] = (0,),
+    trainable_only: bool = False,
 ) -> RankShards:
     """Find every tensor of `module` that its checkpoint holds, and this rank's part of it. Reads no values of shards.
 
@@ -110,6 +128,14 @@ def describe_module(
         raise UnsupportedModel(f"{type(module).__name__} has no parameters")
     placements = placements_of(module, stored, ranks)
     form = slices(module, {name: placement.shape for name, placement in placements.items()})
+    frozen = {name for name, tensor in stored.items() if trainable_only and _frozen(tensor)}
+    names = [each.tensor for each in form if each.source in frozen]
+    form = tuple(each for each in form if each.source not in frozen)
+    if not form:
+        raise UnsupportedModel(
+            "every parameter has requires_grad=False, and trainable_only leaves them: no tensor would be served"
+        )
+    left = shortest_prefixes(names, [each.tensor for each in form])
     served = served_dtypes(module, stored, dtype)
     tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
     check_manifestable(tensors)
@@ -120,6 +146,7 @@ def describe_module(
     name = model or architecture(module)
     return RankShards(
         model=name,
+        left=tuple(Left(each, LeftReason.FROZEN) for each in left),
         tensors=tensors,
         shards=Shards.of(tensors, held, rank),
         parameters=tuple(stored.values()),
@@ -137,6 +164,10 @@ def _check_whole(parameters: Sequence[torch.Tensor]) -> None:
             f"{sharded} of {len(parameters)} tensors are sharded over several ranks, of which this one holds a part: "
             "build an FSDPSource, on every rank"
         )
+
+
+def _frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

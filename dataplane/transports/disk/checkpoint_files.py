@@ -1,7 +1,8 @@
 """Hugging Face checkpoints, written bucket by bucket: complete and durable by one rename, or not there at all.
 
     <target>.tmp    being written
-    <target>        shards, their index, weightbus.json, and what lies beside the weights of another checkpoint
+    <target>        shards, their index, weightbus.json, and what lies beside the weights of another checkpoint, with
+                    the tensors of it that the version leaves
 
 A shard is a safetensors file: eight bytes of header length, a JSON header, and the packed tensors, exactly the bytes of
 a bucket. Its header is a function of the manifest, so a reader compares it byte by byte and trusts nothing.
@@ -14,8 +15,8 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -23,8 +24,8 @@ import msgspec
 import numpy as np
 import torch
 
-from ...errors import TransferFailed
-from ...tensors import STORED_DTYPES, Manifest
+from ...errors import ManifestError, TransferFailed
+from ...tensors import STORED_DTYPES, Manifest, StoredTensor, stored_tensors
 
 DTYPES: Final = STORED_DTYPES
 """By the names of manifests, what safetensors calls them."""
@@ -46,6 +47,10 @@ def shard_header(manifest: Manifest, index: int) -> bytes:
             "shape": tensor.shape,
             "data_offsets": (start, end),
         }
+    return _framed(entries)
+
+
+def _framed(entries: Mapping[str, object]) -> bytes:
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -81,6 +86,8 @@ def read_shard(path: Path, manifest: Manifest, index: int) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8)[len(expected) :])  # pyright: ignore[reportUnknownMemberType]
 
 
+LEFT: Final = "model-left.safetensors"
+"""The shard of what a version leaves, copied from the checkpoint that gives the config."""
 NOTES: Final = "weightbus.json"
 """Says which bits the checkpoint holds."""
 _OURS: Final = "weightbus"
@@ -139,7 +146,12 @@ class CheckpointWriter:
             for index in range(len(manifest.buckets))
             for tensor in manifest.tensors_of(index)
         }
-        index_file = {"metadata": {"total_size": manifest.nbytes}, "weight_map": weight_map}
+        left = self._left()
+        if left:
+            _write_left(self.writing / LEFT, left)
+        weight_map |= {each.spec.name: LEFT for each in left}
+        total = manifest.nbytes + sum(each.nbytes for each in left)
+        index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_durably(self.writing / "model.safetensors.index.json", msgspec.json.encode(index_file))
         _write_durably(self.writing / NOTES, msgspec.json.encode(notes))
         for name, data in beside.items():
@@ -149,6 +161,16 @@ class CheckpointWriter:
                 _write_durably(self.writing / source.name, source.read_bytes())
         _sync_folder(self.writing)
 
+    def _left(self) -> list[StoredTensor]:
+        """Tensors of the config's checkpoint that the version leaves: with them the folder is complete."""
+        if not self._manifest.left or self._config_dir is None:
+            return []
+        try:
+            stored = stored_tensors(self._config_dir)
+        except ManifestError as error:
+            raise OSError(str(error)) from error
+        return [each for name, each in stored.items() if self._manifest.leaves(name)]
+
     def reveal(self) -> None:
         """Give it its name, which nothing has."""
         self.writing.rename(self.target)
@@ -157,6 +179,22 @@ class CheckpointWriter:
     def discard(self) -> None:
         """Give up what is not complete."""
         shutil.rmtree(self.writing, ignore_errors=True)
+
+
+def _write_left(path: Path, left: Sequence[StoredTensor]) -> None:
+    """Copy tensors of another checkpoint into a shard of their own: a link would bring what lies beside them."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ends = list(accumulate((each.nbytes for each in left), initial=0))
+    for each, (start, end) in zip(left, pairwise(ends), strict=True):
+        dtype = DTYPES.get(each.spec.dtype, each.spec.dtype)
+        entries[each.spec.name] = {"dtype": dtype, "shape": each.spec.shape, "data_offsets": (start, end)}
+    with path.open("xb") as file:
+        file.write(_framed(entries))
+        for each in left:
+            for part in each.read(_PIECE_BYTES):
+                file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_durably(path: Path, data: bytes) -> None:

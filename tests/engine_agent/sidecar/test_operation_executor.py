@@ -74,6 +74,8 @@ TRANSFER = Transfer(
     rank_offset=1,
     deadline_s=600.0,
 )
+WHOLE = SimpleNamespace(left=())
+"""A layout that leaves nothing."""
 PREPARE = Prepare(
     channel=Channel("c"),
     epoch=Epoch(3),
@@ -230,7 +232,7 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
     agent = OperationExecutor(
         "e0", cast("Any", server), cast("Any", lambda _kind: Full()), None, Metrics(MetricSource.ENGINE)
     )
-    monkeypatch.setattr(agent, "_fit", lambda *_: (None, None))
+    monkeypatch.setattr(agent, "_fit", lambda *_: (WHOLE, None))
     local = Endpoint(transport=TransportKind.LOCAL, address="/run/x")
     result = agent.perform(Receive(msgspec.structs.replace(TRANSFER, offer=local), ""))
     assert isinstance(result, OperationFailed)
@@ -268,7 +270,7 @@ class Returns:
         self.worker = OperationExecutor(
             "e0", cast("Any", server), cast("Any", lambda _kind: self.receiver), None, METERS
         )
-        monkeypatch.setattr(self.worker, "_fit", lambda *_: (None, None))
+        monkeypatch.setattr(self.worker, "_fit", lambda *_: (WHOLE, None))
         self.take()
 
     def noting(self, call: str) -> Callable[..., None]:
@@ -477,7 +479,7 @@ def test_where_workers_are_is_known_of_the_launch_that_said_so(monkeypatch: pyte
         dirty=False, last_label="1", updating=False, facts=SimpleNamespace(identity="one"), **quiet
     )
     made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS)
-    monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
+    monkeypatch.setattr(made, "_fit", lambda *_: (WHOLE, None))
     offer = Endpoint(transport=TransportKind.SENDS, address="/run/x")
     receive = Receive(msgspec.structs.replace(TRANSFER, offer=offer), "")
     assert made.devices == ()
@@ -526,7 +528,7 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version
     server = SimpleNamespace(dirty=False, last_label="1", updating=False, **quiet)
     trust = None if signed == "without keys" else AllowList(folder / ALLOW_LIST_FILE)
     made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS, trust=trust)
-    monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
+    monkeypatch.setattr(made, "_fit", lambda *_: (WHOLE, None))
     prepare = msgspec.structs.replace(PREPARE, table=Digest(""), publication_signature=publish.publication_signature)
     assert isinstance(made.perform(Validate(prepare, "")), OperationDone)
     offer = sign_endpoint(
@@ -708,7 +710,7 @@ def marked(label: str, *, broken: bool = False) -> tuple[OperationExecutor, Simp
     quiet |= {"resume_memory": lambda *_: None, "confirm_label": lambda *_: None}
     server = SimpleNamespace(dirty=False, updating=False, last_label=label, set_label=set_label, **quiet)
     made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS)
-    made._fit = lambda *_: (None, None)  # type: ignore[assignment,method-assign,return-value]
+    made._fit = lambda *_: (WHOLE, None)  # type: ignore[assignment,method-assign,return-value]
     return made, server, calls
 
 
@@ -747,7 +749,7 @@ def test_what_a_server_of_no_record_holds_is_read_from_it(found: str, monkeypatc
     )
     server.confirm = lambda _call: None
     made = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, METERS)
-    monkeypatch.setattr(made, "_read", lambda *_: (SimpleNamespace(nbytes=4), table))
+    monkeypatch.setattr(made, "_read", lambda *_: (SimpleNamespace(nbytes=4, left=()), table))
     held = HeldVersion(version=Version(7), manifest=Digest("a" * 64), table=Digest("b" * 64))
     result = made.perform(Recognize(held))
     assert isinstance(result, VerificationPassed) is (found == "the same")

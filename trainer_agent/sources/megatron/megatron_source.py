@@ -134,10 +134,6 @@ class MegatronSource(ShardedSource):
         self._lagging = [lagging for chunk in chunks_of(model_chunks) for lagging in lagging_wrappers(chunk)]
         self.served: Path | Mapping[str, Any] = _served(hf_config)
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
-        files = not isinstance(self.served, Mapping) and bool(stored_tensors(self.served))
-        described = HFModel.parse(_read_config(hf_config))
-        self.left = () if files else untrained(described, (spec.name for spec in local.tensors))
-        """Prediction layers that are not trained, by the config; the checkpoint's files, where they are there, tell."""
         self._serve(local, distinct, device or local.parameters[0].device, self._roots)
 
     def roots(self) -> Sequence[int]:
@@ -171,6 +167,11 @@ def folder_of(config: Path | str) -> Path:
     """Folder of a config's checkpoint: `config` itself, or the folder of its ``config.json``."""
     path = Path(config)
     return path if path.is_dir() else path.parent
+
+
+def _has_files(config: Path | str | Mapping[str, object]) -> bool:
+    """Whether the checkpoint's own files are beside its config: they tell which prediction layers it has."""
+    return not isinstance(config, Mapping) and bool(stored_tensors(folder_of(config)))
 
 
 def describe_chunks(
@@ -209,6 +210,7 @@ def describe_chunks(
     }
     return RankShards(
         model=model.architecture,
+        left=() if _has_files(hf_config) else untrained(described, (spec.name for spec in tensors)),
         tensors=tensors,
         shards=Shards.of(tensors, rows, holder),
         parameters=parameters,

@@ -20,14 +20,14 @@ import torch
 
 from weightbus.control.protocol.messages import EngineInfo
 from weightbus.dataplane.digest import sglang_checksum as fmix
-from weightbus.dataplane.tensors.manifest import LiveDigests, Manifest, TensorSpec, cut
-from weightbus.trainer_agent.publish.expected_sglang_digests import (
+from weightbus.dataplane.digest.expected_sglang_digests import (
     SHA256,
     SglangDigester,
     SglangDigestPlan,
-    engine_kinds,
     merge_live_digests,
 )
+from weightbus.dataplane.tensors.manifest import LiveDigests, Manifest, TensorSpec, cut
+from weightbus.trainer_agent.publish.bucket_staging import engine_kinds
 
 from ...kit.fake_bus import engine
 from ...kit.fake_source import pack, tiny_qwen3

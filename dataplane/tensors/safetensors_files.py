@@ -1,5 +1,6 @@
 """Where the tensors of a safetensors checkpoint lie: read from its index and headers, never from weights. No torch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +37,19 @@ class StoredTensor(msgspec.Struct, frozen=True):
     spec: TensorSpec
     path: Path
     offset: int
+    nbytes: int
+
+    def read(self, piece_bytes: int) -> Iterator[bytes]:
+        """Its bytes, in pieces. Raises OSError for a file that ends before."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            left = self.nbytes
+            while left:
+                part = file.read(min(left, piece_bytes))
+                if not part:
+                    raise OSError(f"{self.path} ends inside of {self.spec.name!r}")
+                left -= len(part)
+                yield part
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -82,9 +96,9 @@ def _in_file(path: Path) -> list[StoredTensor]:
             raise ManifestError(f"{path} is not a safetensors file: its header would take {length} bytes")
         header = msgspec.json.decode(file.read(length), type=dict[str, _Entry])
     header.pop("__metadata__", None)
-    return [
-        StoredTensor(
-            TensorSpec(name, _NAMED.get(each.dtype, each.dtype), each.shape), path, 8 + length + each.data_offsets[0]
-        )
-        for name, each in header.items()
-    ]
+    found: list[StoredTensor] = []
+    for name, each in header.items():
+        spec = TensorSpec(name, _NAMED.get(each.dtype, each.dtype), each.shape)
+        begin, end = each.data_offsets
+        found.append(StoredTensor(spec, path, 8 + length + begin, end - begin))
+    return found

@@ -10,20 +10,20 @@ small copy to the host at its end.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightbus.control.log import get_log
-from weightbus.control.protocol import EngineInfo
-from weightbus.dataplane.digest import ParameterBox, ServedParameter, served_layout, sglang_checksum as fmix
-from weightbus.dataplane.tensors import LiveDigests, Manifest
+from ..tensors import LiveDigests, Manifest
+from . import sglang_checksum as fmix
+from .sglang_checksum import ParameterBox, ServedParameter, served_layout
 
-_log = get_log(__name__)
+_LOG: Final = logging.getLogger(__name__)
 
 SHA256: Final = "sglang-sha256-8"
 """Value of `EngineInfo.live_digest` of servers on a CPU."""
@@ -118,7 +118,7 @@ class GpuChecksumDigester:
         if memory.device.type != "cuda":
             fmix.accumulate(memory.numpy(), self._layout.tables[index], self._host)
             return
-        from weightbus.dataplane.digest import digest_triton as fmix_triton  # noqa: PLC0415 - Triton is there where a GPU is
+        from . import digest_triton as fmix_triton  # noqa: PLC0415 - Triton is there where a GPU is
 
         if self._device is None:
             self._device = torch.zeros((self._layout.lanes.tiles, 2), dtype=torch.int32, device=memory.device)
@@ -151,15 +151,6 @@ def _runs(manifest: Manifest, box: ParameterBox) -> tuple[int, int, int, int]:
     return box.start[0] * stride + box.start[1] * column, box.size[1] * column, stride, box.size[0]
 
 
-def engine_kinds(engines: Mapping[str, EngineInfo]) -> frozenset[EngineKind]:
-    """Kinds of the `engines` whose digests can be predicted."""
-    return frozenset(
-        (info.live_digest, info.tp)
-        for info in engines.values()
-        if info.live_digest in (SHA256, fmix.ALGORITHM) and info.pp == 1 and info.dp == 1
-    )
-
-
 class SglangDigestPlan:
     """Which part of which tensor goes into which hash. Made once for a manifest and a set of kinds of engine."""
 
@@ -185,7 +176,7 @@ class SglangDigestPlan:
             try:
                 self.on_gpu[size] = GpuChecksumPlan(manifest, layout)
             except ValueError as error:
-                _log.warning("no_live_digests", tp=size, reason=str(error))
+                _LOG.warning("no live digests at tp %d: %s", size, error)
 
     def of_kinds(self, wanted: frozenset[EngineKind]) -> SglangDigestPlan:
         """The plan of the same manifest for the kinds `wanted`: this one if it is of them."""

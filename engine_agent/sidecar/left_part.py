@@ -1,0 +1,133 @@
+"""What versions leave at a server: that it is still that of the launch checkpoint, and the proof of it (N64).
+
+A server has its launch checkpoint's tensors from its launch on, until a version sends them or its memory is released.
+While that is not known not to have happened, the server loads its launch checkpoint from its files before a version
+that leaves a part. Then it is proven, once for each process generation and each set of what is left, by live digests
+where these can be predicted from the files; `verified_by` says where they cannot.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from weightbus.control.log import get_log
+from weightbus.dataplane.digest import SglangDigester, SglangDigestPlan
+from weightbus.dataplane.tensors import Manifest, StoredTensor, TensorSpec, covering, stored_tensors
+
+from ..engines import Engine
+from ..errors import UnfitManifest, WrongWeights
+from ..machine import INCOMPLETE
+
+_PIECE_BYTES: Final = 64 * 1024 * 1024
+UNPROVEN: Final = "what is left was not compared"
+_log = get_log(__name__)
+
+
+class _Config(msgspec.Struct, frozen=True):
+    head_dim: int | None = None
+    hidden_size: int = 0
+    num_attention_heads: int = 0
+
+
+class LeftPart:
+    """What one server has of its launch checkpoint. Used from the thread that calls the server."""
+
+    def __init__(self, server: Engine) -> None:
+        self._server = server
+        self._kept: tuple[str, frozenset[str]] = "", frozenset()
+        """A process generation, and entries (names and prefixes) of which all tensors are still those of the launch."""
+        self._proven: tuple[str, frozenset[str]] = "", frozenset()
+        """A process generation, and entries that were proven in it."""
+        self._predicted: tuple[tuple[str, str], dict[str, tuple[str, ...]] | None] | None = None
+
+    def begin(self, layout: Manifest, folder: str, label: str, deadline_s: float) -> None:
+        """A version of `layout` is about to change the server, which was launched with the checkpoint in `folder`.
+
+        `label` is the server's from before it was marked as being changed.
+        Where what it leaves may have changed, the server loads its launch checkpoint first. Raises `ServerError`, and
+        `UnfitManifest` for a server that cannot be brought back.
+        """
+        if not layout.left:
+            self._kept = self._proven = "", frozenset()
+            return
+        facts = self._server.facts
+        launched = not label.isdigit() and not label.startswith(INCOMPLETE) and not facts.undefined
+        identity, kept = self._kept
+        known = launched or (identity == facts.identity and layout.left_names <= kept)
+        if not known:
+            self._kept = "", frozenset()
+            if self._server.drafts:
+                raise UnfitManifest(
+                    "an earlier version or released memory may have changed what this version leaves, and a server that"
+                    " speculates cannot load its launch checkpoint again: launch it anew"
+                )
+            _log.warning("launch_checkpoint_loaded_again", folder=folder, left=len(layout.left_names))
+            self._server.load_checkpoint(folder, deadline_s)
+            self._proven = "", frozenset()
+        self._kept = facts.identity, layout.left_names
+
+    def predicted(self, layout: Manifest, checkpoint: Path) -> dict[str, tuple[str, ...]] | None:
+        """Live digests of the parameters that are left, by the files of `checkpoint`; None if nothing predicts them."""
+        key = (self._server.facts.identity, layout.digest())
+        if self._predicted is None or self._predicted[0] != key:
+            self._predicted = key, self._predict(layout, checkpoint)
+        return self._predicted[1]
+
+    def proven(self, layout: Manifest) -> bool:
+        """Whether what `layout` leaves was proven in this process generation, and has not changed since."""
+        identity, names = self._proven
+        return identity == self._server.facts.identity and layout.left_names <= names
+
+    def check_files(self, layout: Manifest, folder: Path, checkpoint: Path) -> None:
+        """The server has loaded `folder`. Raises `WrongWeights` if what `layout` leaves is another one there."""
+        launched, found = stored_tensors(checkpoint), stored_tensors(folder)
+        for name, each in found.items():
+            if not layout.leaves(name):
+                continue
+            other = launched.get(name)
+            pieces = zip(each.read(_PIECE_BYTES), other.read(_PIECE_BYTES), strict=True) if other else ()
+            if other is None or other.spec != each.spec or any(one != another for one, another in pieces):
+                self.doubt()
+                raise WrongWeights(
+                    "/update_weights_from_disk",
+                    f"{name!r}, which the version leaves, is not in {folder} what it is in {checkpoint}: give trainers"
+                    " and engines the same checkpoint",
+                )
+
+    def note_proven(self, layout: Manifest) -> None:
+        """What `layout` leaves is that of the launch checkpoint."""
+        self._proven = self._server.facts.identity, layout.left_names
+
+    def doubt(self) -> None:
+        """It is not: the server loads its launch checkpoint before the next version that leaves something."""
+        self._kept = self._proven = "", frozenset()
+
+    def _predict(self, layout: Manifest, checkpoint: Path) -> dict[str, tuple[str, ...]] | None:
+        algorithm, tp = self._server.digest_algorithm, self._server.tp
+        stored = [each for name, each in stored_tensors(checkpoint).items() if covering(layout.left_names, name)]
+        held = {spec.name: spec for spec in self._server.expected_tensors(checkpoint)}
+        if not algorithm or not stored or any(held.get(each.spec.name) != each.spec for each in stored):
+            return None  # also where the server holds another dtype than its files
+        left = Manifest.of(layout.model, [each.spec for each in stored])
+        plan = SglangDigestPlan(left, [(algorithm, tp)], _head_dim(checkpoint))
+        digester = SglangDigester(plan)
+        places = {each.spec.name: each for each in stored}
+        for index in range(len(left.buckets)):
+            digester.feed(index, _bucket(left.tensors_of(index), places))
+        found = digester.result()
+        return found[0].parameters if found else None
+
+
+def _bucket(tensors: tuple[TensorSpec, ...], places: dict[str, StoredTensor]) -> torch.Tensor:
+    data = b"".join(part for spec in tensors for part in places[spec.name].read(_PIECE_BYTES))
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def _head_dim(checkpoint: Path) -> int | None:
+    config = msgspec.json.decode((checkpoint / "config.json").read_bytes(), type=_Config)
+    return config.head_dim or (config.hidden_size // config.num_attention_heads if config.num_attention_heads else None)
