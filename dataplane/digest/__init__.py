@@ -14,11 +14,6 @@ if TYPE_CHECKING:
         merge_live_digests as merge_live_digests,
     )
     from .nonfinite import Words as Words, add_counts as add_counts, masks_of as masks_of
-    from .sglang_checksum import (
-        ParameterBox as ParameterBox,
-        ServedParameter as ServedParameter,
-        served_layout as served_layout,
-    )
     from .tensor_digest import (
         ALGORITHM as ALGORITHM,
         DIGEST_BYTES as DIGEST_BYTES,
