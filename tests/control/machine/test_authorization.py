@@ -115,6 +115,12 @@ def test_the_key_decides_name_and_channel() -> None:
     assert len(world.machine.membership) == 1
 
 
+def test_a_key_for_other_channels_is_told_the_command_that_adds_this_one() -> None:
+    """With the channels that it has: `trust add` replaces them."""
+    (answer,) = say(World(), hello_of(Role.ENGINE), Principal(AgentId("x"), Role.ENGINE, (Channel("another"),)))
+    assert f"`weightbus trust add x --role engine --channels another,{CHANNEL}`" in str(answer)
+
+
 def test_rights_are_looked_up_for_every_message() -> None:
     """A connection whose key now belongs to another name, role or channel has lost what it could do before (S5)."""
     for now in (

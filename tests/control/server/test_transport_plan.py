@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from weightbus.control.cli import plan_command
+from weightbus.control.cli import plan_command, status_view
 from weightbus.control.cli.entry_point import main
 from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol.errors import Malformed
@@ -203,10 +203,14 @@ def test_people_see_what_a_faster_one_needs(world: World) -> None:
     with console.capture() as short:
         console.print(plan_command.render_plan(view, explain=False))
     with console.capture() as long:
-        console.print(plan_command.render_plan(view, explain=True))
+        status_view.print_unwrapped(console, plan_command.render_plan(view, explain=True))
     assert "not direct: no loader. For that: launch it with ours" not in short.get()
     assert "not direct: no loader. For that: launch it with ours" in long.get()
     assert "nothing is preferred to it" in long.get()
+    narrow = Console(width=20, no_color=True)
+    with narrow.capture() as piped:
+        status_view.print_unwrapped(narrow, plan_command.render_plan(view, explain=True))
+    assert piped.get() == long.get()
 
 
 FLEET = {

@@ -26,6 +26,7 @@ import torch
 from structlog.testing import capture_logs
 
 from weightbus.control import protocol as m
+from weightbus.control.bus import BusClient
 from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.errors import ConfigurationError, NotTrusted, RequestRefused
 from weightbus.control.protocol.messages import (
@@ -600,14 +601,21 @@ def test_workers_that_cannot_be_located_now_are_located_later(
         made.close()
 
 
-def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:
-    """A model of another shape is refused before the server hears of it."""
+def test_an_unfit_manifest_never_reaches_the_server(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of another shape is refused before the server hears of it; ``/readyz`` names what does not fit."""
     other = tiny_model.write(tmp_path / "wide", hidden=128)
     calls = len(deployment.fake.calls)
     with contextlib.suppress(Exception):
         deployment.publish(7, other)
     assert not {"/begin_weight_update", "/update_weights_from_tensor"} & set(deployment.fake.calls[calls:])
     assert deployment.view.health.value == "clean"
+    monkeypatch.setattr(BusClient, "committed", property(lambda _: Version(7)))  # other engines took it
+    assert deployment.agent is not None
+    reason = deployment.agent._readiness().reason
+    assert "committed is 7: version 7 was refused: " in reason
+    assert "model.embed_tokens.weight" in reason
 
 
 class Threading(torch.nn.Module):
