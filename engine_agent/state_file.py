@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,6 +37,7 @@ from .machine import (
     StateRecord,
 )
 
+Record = TypeVar("Record")
 CLOSE_S: Final = 10.0
 _LOG: Final = get_log(__name__)
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -89,21 +90,21 @@ class StateFile:
         write_durably(self.path, msgspec.json.encode(record))
 
 
-class StateWriter:
+class StateWriter(Generic[Record]):
     """Writes records in order. Used from one thread, and owns another."""
 
-    def __init__(self, write: Callable[[StateRecord], None]) -> None:
+    def __init__(self, write: Callable[[Record], None]) -> None:
         """`write` makes a record durable, or raises `OSError`."""
         self._write = write
         self._turn = threading.Lock()
         """Held by the thread that writes."""
         self._bell = threading.Condition()
-        self._waiting: StateRecord | None = None
-        self._failure: tuple[StateRecord, OSError] | None = None
+        self._waiting: Record | None = None
+        self._failure: tuple[Record, OSError] | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def now(self, record: StateRecord) -> None:
+    def now(self, record: Record) -> None:
         """Make `record` durable before returning; an older record that was to be written late is dropped.
 
         Blocks as long as the disk does.
@@ -114,7 +115,7 @@ class StateWriter:
             self._write(record)
             self._failure = None
 
-    def later(self, record: StateRecord) -> None:
+    def later(self, record: Record) -> None:
         """Begin to write `record`, and return."""
         with self._bell:
             self._waiting = record
@@ -123,7 +124,7 @@ class StateWriter:
                 self._thread.start()
             self._bell.notify()
 
-    def failure(self) -> tuple[StateRecord, OSError] | None:
+    def failure(self) -> tuple[Record, OSError] | None:
         """A record that could not be written late, and the error; reported once."""
         found, self._failure = self._failure, None
         return found
@@ -149,7 +150,7 @@ class StateWriter:
                     record, self._waiting = self._waiting, None
                 self._try(record)
 
-    def _try(self, record: StateRecord | None) -> None:
+    def _try(self, record: Record | None) -> None:
         if record is None:  # a newer one was written meanwhile
             return
         try:

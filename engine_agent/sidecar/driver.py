@@ -106,7 +106,7 @@ from .file_resync import FileResync
 from .memory_release import MemoryRelease, Noticed
 from .operation_executor import LOOK_S, OperationExecutor
 from .prerecording import Prerecorder
-from .server_watch import Calm, ServerWatch, WeightSampler
+from .server_watch import Calm, DigestFile, ServerWatch, WeightSampler
 from .settings import EngineAgentSettings, check_trust, read_keys
 from .topology import opened_by, places_of, places_on, topology_of
 
@@ -223,7 +223,8 @@ class EngineAgent:
         self._reply_sender = ReplySender(lambda: self._bus, settings.name)
         self._errands = 0
         """Errands of the worker thread for other parts of the sidecar: counted when one begins, and when it ends."""
-        sampler = WeightSampler(self._server, lambda: (self._executor.loads, self._executor.proven))
+        self._digests = DigestFile(settings.state_dir / f"{settings.name}.digests.json")
+        sampler = WeightSampler(self._server, lambda: (self._executor.loads, self._executor.proven), self._digests)
         watch = ServerWatch(
             self._server, self._calm, self._events.put, settings.watch_s, sampler if settings.watch_weights else None
         )
@@ -583,6 +584,7 @@ class EngineAgent:
         self._server.close()
         http.stop()
         self._writer.close()
+        self._digests.close()
         self._records.release()
         self._claim.release()
 
@@ -636,7 +638,7 @@ class EngineAgent:
         if view.doing or not view.up or errands % 2:
             return None
         serves = view.weights in GENERATES and not view.paused and not view.memory_released
-        return Calm(view.operations, errands, self._server.facts.identity, serves)
+        return Calm(view.operations, errands, self._server.facts.identity, serves, view.held)
 
     def _receiver(self, kind: str) -> Receiver:
         given = self.settings

@@ -9,13 +9,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from weightbus.control.log import get_log
+from weightbus.control.protocol import HeldVersion
 
 from ..engines import Engine, Sight
 from ..errors import ServerError
 from ..machine import ServerWatched
+from ..state_file import StateWriter, write_durably
 
 _SHARE: Final = 0.4
 """Of `watch_s`: the time between two looks. A look, and the heartbeat that tells of it, take up to two seconds."""
@@ -40,6 +45,49 @@ class Calm(NamedTuple):
     """The process generation that the sidecar knows."""
     serves: bool
     """Whether the server is meant to generate, from clean weights."""
+    held: HeldVersion | None = None
+    """Version of those weights; None for those of the launch."""
+
+
+class KeptDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """What one life of a sidecar leaves to the next: digests of the weights that its server had."""
+
+    identity: str
+    """Process generation of the server."""
+    held: HeldVersion | None
+    ranks: tuple[dict[str, str], ...]
+    """Digests by parameter, for each rank."""
+
+
+class DigestFile:
+    """The file of `KeptDigests`. It is written late, on a thread of its own: a disk that hangs stops no look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer = StateWriter(self._write)
+
+    def read(self) -> KeptDigests | None:
+        """What an earlier life left; None without it. The next life learns the digests anew then."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=KeptDigests)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("digests_of_weights_not_read", file=str(self._path), reason=str(error))
+            return None
+
+    def write(self, kept: KeptDigests) -> None:
+        """Begin to write `kept`, and return."""
+        if (lost := self._writer.failure()) is not None:
+            _log.warning("digests_of_weights_not_written", file=str(self._path), reason=str(lost[1]))
+        self._writer.later(kept)
+
+    def close(self) -> None:
+        """Wait for the write that was begun, for a limited time."""
+        self._writer.close()
+
+    def _write(self, kept: KeptDigests) -> None:
+        write_durably(self._path, msgspec.json.encode(kept))
 
 
 class ServerWatch:
@@ -74,9 +122,11 @@ class ServerWatch:
         if sight.label != self._server.last_label:
             changed = f"labeled {sight.label!r} by another party, expected {self._server.last_label!r}"
         elif before.serves and sight.generates is not False and sight.identity == before.identity and self._sampler:
-            changed = self._sampler.look(before.identity)
+            changed = self._sampler.look(before.identity, before.held)
         if self._calm() == before and sight.identity in {"", before.identity}:
             self._report(ServerWatched(before.operations, sight.generates, changed))
+            if self._sampler and before.serves and not changed:
+                self._sampler.keep()
         return sight
 
 
@@ -85,11 +135,24 @@ class WeightSampler:
 
     The digests of a version are those of its proof, where the server proved it by live digests; else those of the first
     look at each part after the version was received. A layer is a part; of an older SGLang all layers are one.
+
+    A new life of the sidecar begins with the digests of its last one, if the server and its version are still the same:
+    what another party did meanwhile shows, too.
     """
 
-    def __init__(self, server: Engine, loads: Callable[[], tuple[int, tuple[int, Sequence[dict[str, str]]]]]) -> None:
+    def __init__(
+        self,
+        server: Engine,
+        loads: Callable[[], tuple[int, tuple[int, Sequence[dict[str, str]]]]],
+        file: DigestFile | None = None,
+    ) -> None:
         """`loads` returns the number of receptions begun, and that at the last proof with its digests."""
-        self._server, self._loads = server, loads
+        self._server, self._loads, self._file = server, loads, file
+        self._kept = file.read() if file else None
+        """Digests as an earlier life left them."""
+        self._held: HeldVersion | None = None
+        self._marked: tuple[object, ...] = ()
+        """What was written last: digests are only added to those of one version."""
         self._identity = ""
         self._parts: list[str] = []
         """Each is a piece of the names of one part's parameters, and of no other's."""
@@ -102,15 +165,13 @@ class WeightSampler:
         self._not_before = float("-inf")
         self._failed = ""
 
-    def look(self, identity: str) -> str:
-        """Look at the next part; what shows that it changed, or nothing."""
-        if not self._server.samples or time.monotonic() < self._not_before:
+    def look(self, identity: str, held: HeldVersion | None = None) -> str:
+        """Look at the next part of the weights of `held`; what shows that it changed, or nothing."""
+        if not self._server.samples:
             return ""
-        loads, (proven_at, proven) = self._loads()
-        if self._of != (identity, loads):
-            self._of, self._known = (identity, loads), {}
-            if proven_at == loads:
-                self._known = dict(_weights(proven))
+        self._follow(identity, held)
+        if time.monotonic() < self._not_before:
+            return ""
         if identity != self._identity:
             self._identity, self._parts, self._next, self._seconds = identity, [], 0, []
         began, first = time.monotonic(), not self._parts
@@ -135,6 +196,29 @@ class WeightSampler:
             return ""
         rank, name = wrong[0]
         return f"another party changed its weights: {name!r} on rank {rank} is not what it was ({len(wrong)} such)"
+
+    def _follow(self, identity: str, held: HeldVersion | None) -> None:
+        """Begin with the digests that are known of other weights, once there are any."""
+        loads, (proven_at, proven) = self._loads()
+        self._held = held
+        if self._of == (identity, loads):
+            return
+        self._of, self._known = (identity, loads), {}
+        if proven_at == loads and proven:
+            self._known = dict(_weights(proven))
+        elif loads == 0 and self._kept and (self._kept.identity, self._kept.held) == (identity, held):
+            self._known = dict(_weights(self._kept.ranks))
+
+    def keep(self) -> None:
+        """Leave the digests that are known to the next life: after a look that no operation overlapped."""
+        mark = self._of, self._held, len(self._known)
+        if self._file is None or not self._known or mark == self._marked:
+            return
+        self._marked = mark
+        ranks: list[dict[str, str]] = [{} for _ in range(1 + max(rank for rank, _ in self._known))]
+        for (rank, name), digest in self._known.items():
+            ranks[rank][name] = digest
+        self._file.write(KeptDigests(identity=self._of[0], held=self._held, ranks=tuple(ranks)))
 
     def _others(self) -> list[str]:
         """The parts that are left out this time."""

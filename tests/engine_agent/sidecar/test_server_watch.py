@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.control.protocol import Digest, HeldVersion
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.machine.events import ServerFound, ServerGone, ServerWatched
 from weightbus.engine_agent.sidecar import server_watch
 from weightbus.engine_agent.sidecar.driver import ServerMonitor
-from weightbus.engine_agent.sidecar.server_watch import Calm, ServerWatch, WeightSampler
+from weightbus.engine_agent.sidecar.server_watch import Calm, DigestFile, ServerWatch, WeightSampler
 
 from ...kit import tiny_model
 from ...kit.fake_sglang import FakeSGLang
@@ -27,12 +28,25 @@ class Bench:
         self.server = SGLangServer(self.fake.url)
         self.identity = self.server.identify(5).identity
         self.loads, self.operations, self.doing = 0, 0, False
+        self.held: HeldVersion | None = None
         self.told: list[ServerWatched] = []
-        self.sampler = WeightSampler(self.server, lambda: (self.loads, (0, [])))
+        self.file = DigestFile(folder / "e0.digests.json")
+        self.begin()
+
+    def begin(self) -> None:
+        """A life of the sidecar."""
+        self.loads = 0
+        self.sampler = WeightSampler(self.server, lambda: (self.loads, (0, [])), self.file)
         self.watch = ServerWatch(self.server, self.calm, self.told.append, 5.0, self.sampler)
 
+    def begin_anew(self) -> None:
+        """Another life, once what this one has begun to write is written."""
+        self.file.close()
+        self.file = DigestFile(self.file._path)
+        self.begin()
+
     def calm(self) -> Calm | None:
-        return None if self.doing else Calm(self.operations, 0, self.identity, serves=True)
+        return None if self.doing else Calm(self.operations, 0, self.identity, serves=True, held=self.held)
 
     def look(self) -> ServerWatched:
         self.watch.look(5)
@@ -45,6 +59,7 @@ class Bench:
     def close(self) -> None:
         self.server.close()
         self.fake.stop()
+        self.file.close()
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +115,61 @@ def test_one_spoiled_tensor_shows_in_one_turn(bench: Bench, monkeypatch: pytest.
     assert all(asked)
     bench.fake.weights.spoil()
     assert any(bench.rotation())
+
+
+def version_of(number: int) -> HeldVersion:
+    return HeldVersion(version=number, manifest=Digest("0" * 64), table=Digest(f"{number:064x}"))
+
+
+@pytest.mark.parametrize("held", [None, version_of(1)], ids=["launch weights", "version"])
+def test_weights_that_were_replaced_between_two_lives_show(bench: Bench, held: HeldVersion | None) -> None:
+    """Right before the last life died, or while no agent ran, under the same label (N57, F35)."""
+    bench.held, bench.loads = held, int(held is not None)
+    assert not any(bench.rotation())
+    bench.begin_anew()
+    assert not any(bench.rotation()), "nothing has changed"
+    bench.fake.update_weights_from_disk({"model_path": str(bench.other)})
+    bench.begin_anew()
+    assert "another party changed its weights" in bench.look().changed
+    bench.begin_anew()
+    assert "another party changed its weights" in bench.look().changed, "what is wrong is not kept as right"
+
+
+@pytest.mark.parametrize("anew", ["version", "launch", "reception", "torn"])
+def test_digests_of_other_weights_are_not_taken_from_an_earlier_life(bench: Bench, anew: str) -> None:
+    """Of another version or launch, of before a version that this life took, or of a torn file: a false alarm (N57)."""
+    bench.held, bench.loads = version_of(1), 1
+    bench.rotation()
+    bench.fake.update_weights_from_disk({"model_path": str(bench.other)})
+    bench.begin_anew()
+    match anew:
+        case "version":
+            bench.held = version_of(2)
+        case "launch":
+            bench.fake.replace()
+            bench.fake.update_weights_from_disk({"model_path": str(bench.other)})
+            bench.identity = bench.server.identify(5).identity
+        case "reception":
+            bench.loads = 1
+        case _:
+            bench.file._path.write_bytes(bench.file._path.read_bytes()[:-9])
+            bench.begin_anew()
+    assert not any(bench.rotation())
+
+
+def test_a_look_that_an_operation_overlaps_is_not_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have met a half-loaded version (N57)."""
+    sample = bench.server.sample
+
+    def overlapped(without: Sequence[str], deadline_s: float) -> list[dict[str, str]]:
+        bench.operations += 1
+        return sample(without, deadline_s)
+
+    monkeypatch.setattr(bench.server, "sample", overlapped)
+    for _ in range(4):
+        bench.watch.look(5)
+    bench.file.close()
+    assert bench.file.read() is None
 
 
 def test_a_label_of_another_party_shows(bench: Bench) -> None:
