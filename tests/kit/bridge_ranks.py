@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from family_models import start  # noqa: E402
 from family_ranks import compare  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_families import FAMILIES, Case, parse, text_of  # noqa: E402
+from tiny_families import FAMILIES, Case, Layout, parse, text_of  # noqa: E402
 
 from weightbus.trainer_agent.sources.exported import ExportedSource, bridge_exporter  # noqa: E402
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
@@ -63,12 +63,11 @@ class _TorchOnCpu:
         return torch.device("cpu")
 
 
-def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
-    """Load through Megatron-Bridge, export twice."""
+def loaded(folder: Path, layout: Layout, *, predictions: int) -> tuple[Any, list[Any]]:
+    """An `AutoBridge` and this rank's chunks, with the weights of a checkpoint."""
     from megatron.bridge import AutoBridge
     from megatron.core.transformer.enums import AttnBackend
 
-    folder, layout, tiny = checkpoints / case.family, case.layout, FAMILIES[case.family]
     start(layout)
     bridge = AutoBridge.from_hf_pretrained(str(folder), dtype=torch.float32, trust_remote_code=False)
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -82,13 +81,20 @@ def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp or layout.tp,
         "sequence_parallel": layout.tp > 1,
-        "mtp_num_layers": tiny.predictions or None,
+        "mtp_num_layers": predictions or None,
     }
     for name, value in fields.items():
         setattr(provider, name, value)
     provider.finalize()
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
     bridge.load_hf_weights(chunks, str(folder))
+    return bridge, chunks
+
+
+def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
+    """Load through Megatron-Bridge, export twice."""
+    folder, tiny = checkpoints / case.family, FAMILIES[case.family]
+    bridge, chunks = loaded(folder, case.layout, predictions=tiny.predictions)
     full = load_file(folder / "model.safetensors")
     expected = text_of(full)
     hf = json.loads((folder / "config.json").read_text())
@@ -102,16 +108,21 @@ def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
     return {"odd": odd[:5], "count": len(odd), "bridge": also[:5], "tensors": len(expected)}
 
 
-def main() -> None:
-    rank, world, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    checkpoints, out = Path(sys.argv[4]), Path(sys.argv[5])
-    torch.set_num_threads(1)
+def ready() -> None:
+    """Patch Megatron and its bridge, once."""
     megatron_cpu.install()
     mcore_on_cpu.patch()
     logging.disable(logging.ERROR)
     from megatron.bridge.models.minimax_m2 import minimax_m2_bridge
 
     minimax_m2_bridge.torch = _TorchOnCpu()
+
+
+def main() -> None:
+    rank, world, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    checkpoints, out = Path(sys.argv[4]), Path(sys.argv[5])
+    torch.set_num_threads(1)
+    ready()
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=dt.timedelta(seconds=60)
     )

@@ -4,8 +4,8 @@
 
 Megatron-core builds each rank's part under torch's fake process group, the oracle of family_models.py fills it, and the
 ranks' shards are then assembled by their own assemblers, with gather messages handed over in memory.
-``OUT/<case>.json`` says what differs from the checkpoint, bit for bit. What only real ranks show, collectives and
-logits, is family_ranks.py's.
+``OUT/<case>.json`` says what differs, bit for bit, from the checkpoint, in its own dtype or in bfloat16. What only real
+ranks show, collectives and logits, is family_ranks.py's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tiny_families import Case, parse, text_of  # noqa: E402
 
 from weightbus.dataplane.tensors.manifest import Manifest, cut  # noqa: E402
 from weightbus.dataplane.tensors.shards import Shards  # noqa: E402
-from weightbus.trainer_agent.assembly.assembler import Assembler  # noqa: E402
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.assembly.gather_plan import plan  # noqa: E402
 from weightbus.trainer_agent.quantized.quantized_source import quantized  # noqa: E402
 from weightbus.trainer_agent.sources.collective_source import (  # noqa: E402
@@ -62,9 +62,10 @@ KINDS = {
 
 
 def described(
-    case: Case, rank: int, world: int, hf: dict[str, Any], tensors: dict[str, torch.Tensor]
+    case: Case, rank: int, hf: dict[str, Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype | None
 ) -> tuple[RankShards, set[str]]:
-    """What `rank` of `world` says it holds, and which of these kinds."""
+    """What `rank` says it holds, and which of these kinds."""
+    world = case.layout.world
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     try:
         start(case.layout)
@@ -72,7 +73,7 @@ def described(
         load(case.family, hf, chunks, tensors)
         names = [name for chunk in chunks for name in chunk.state_dict(keep_vars=True)]
         kinds = {kind for kind, pattern in KINDS.items() if any(map(pattern.search, names))}
-        return describe_chunks(chunks, hf, None, rank), kinds
+        return describe_chunks(chunks, hf, dtype, rank), kinds
     finally:
         from megatron.core import parallel_state
 
@@ -87,12 +88,14 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     hf = json.loads((folder / "config.json").read_text())
     full = load_file(folder / "model.safetensors")
     expected = text_of(full)
-    found_by = [described(case, rank, world, hf, expected) for rank in range(world)]
+    chance = random.Random(str(case))
+    dtype = chance.choice([None, torch.bfloat16])
+    found_by = [described(case, rank, hf, expected, dtype) for rank in range(world)]
     ranks = [description for description, _ in found_by]
+    expected |= {spec.name: expected[spec.name].to(DTYPES[spec.dtype]) for spec in ranks[0].tensors}
     rosters = check_layouts([encode(RankLayout(each.facts(), each.shards.encode(), each.stages)) for each in ranks])
     check_order(rosters)
     pieces = distinct_shards(rosters, ranks[0].tensors)
-    chance = random.Random(str(case))
     bucket_bytes = chance.choice([1, 5000, 40_000, 1 << 30])
     manifest = Manifest.of("M", ranks[0].tensors, bucket_bytes)
     roots = [0] * len(manifest.buckets)

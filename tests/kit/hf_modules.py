@@ -23,12 +23,18 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -68,6 +74,17 @@ LATENT = {
     "head_dim": 4,
 }
 
+MAMBA: dict[str, Any] = {
+    **MOE,
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "moe_shared_expert_intermediate_size": 8,
+}
+
 
 def models() -> dict[str, nn.Module]:
     """One of each kind of checkpoint: dense, tied, fused experts under several names, buffers, latent attention."""
@@ -83,6 +100,13 @@ def models() -> dict[str, nn.Module]:
         "qwen3 next": Qwen3NextForCausalLM(
             Qwen3NextConfig(**SIZES, **MOE, shared_expert_intermediate_size=8, num_experts=4)
         ),
+        "llama 4": Llama4ForCausalLM(
+            Llama4TextConfig(**SIZES, intermediate_size_mlp=32, num_local_experts=4, interleave_moe_layer_step=2)
+        ),
+        "nemotron h": NemotronHForCausalLM(
+            NemotronHConfig(**{name: size for name, size in SIZES.items() if name != "num_hidden_layers"}, **MAMBA)
+        ),
+        "olmo": OlmoForCausalLM(OlmoConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"})),
         "gpt oss": GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
     }
 

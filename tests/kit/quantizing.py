@@ -15,7 +15,7 @@ from weightbus.trainer_agent.assembly.assembler import DTYPES
 
 FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["eh_proj"],  # which names do not tell, and there are no files
+    "modules_to_not_convert": ["eh_proj", "merging_layer"],  # of which names do not tell, and there are no files
 }  # fmt: skip
 
 

@@ -26,6 +26,9 @@ MODELS = (
     "glm4 moe",
     "minimax m2",
     "qwen3 next",
+    "llama 4",
+    "nemotron h",
+    "olmo",
     "gpt oss",
 )
 REFUSALS = {

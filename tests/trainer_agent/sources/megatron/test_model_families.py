@@ -201,3 +201,27 @@ def test_real_ranks_export_what_they_compute_with(world: int, checkpoints: Path,
             continue
         assert verdict["difference"] is not None, f"{name}: no logits were computed"
         assert verdict["difference"] < 1e-4, name
+
+
+RECORDED = json.loads((KIT.parent / "golden" / "families.json").read_text())
+"""What trainer_agent/FAMILIES.md is written of."""
+
+
+def test_modules_of_every_family_export_what_was_recorded(checkpoints: Path, tmp_path: Path) -> None:
+    """Whole and sharded by FSDP2 over two ranks, in bfloat16 and in FP8 blocks: bit for bit the files."""
+    launch("family_modules.py", 2, list(FAMILIES), checkpoints, tmp_path)
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in FAMILIES}
+    assert found == RECORDED["modules"]
+
+
+def test_what_megatron_bridge_lists_is_exported_as_recorded(tmp_path: Path) -> None:
+    """Every family that it can build here, by its table or by itself; the reasons why others are not."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+        pytest.skip("Megatron-Bridge is not installed: it asks for more than `make env` installs")
+    if COUNT != "all":
+        pytest.skip("all that it lists is part of `make layouts`")
+    command = [sys.executable, "-W", "ignore", str(KIT / "bridge_list.py"), str(tmp_path)]
+    environment = with_path(KIT / "te_stub", SHIM)
+    done = subprocess.run(command, env=environment, timeout=1800, check=False, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / "bridge_list.json").read_text()) == RECORDED["bridge"]
