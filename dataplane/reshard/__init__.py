@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .verification import (
         RankVerification as RankVerification,
         Verification as Verification,
+        check_ranges as check_ranges,
         make_verification as make_verification,
         verifiable_trace as verifiable_trace,
     )

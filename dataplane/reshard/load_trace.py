@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ManifestError
-from ..tensors import Box, Column, Shards, TensorSpec, tensor_positions
+from ..tensors import DTYPES, Box, Column, Shards, TensorSpec, tensor_positions
 
 _SHOWN: Final = 4
 """Names of a list in a summary."""
@@ -130,6 +130,16 @@ class LoadTrace:
             *(f"{what}: {_some(names)}" for what, names in lists.items() if names),
         ]
         return "; ".join(told)
+
+    @property
+    def held_dtypes(self) -> dict[str, frozenset[str]]:
+        """By tensor, the dtypes of the parameters that its copies are written to."""
+        pairs = np.unique(np.stack([self.copies.boxes.space, self.copies.dtype], axis=1), axis=0)
+        found: dict[str, frozenset[str]] = {}
+        for index, dtype in pairs.tolist():
+            name = self.tensors[index].name
+            found[name] = found.get(name, frozenset()) | {DTYPES[dtype]}
+        return found
 
     def reordered(self, tensors: Sequence[TensorSpec]) -> LoadTrace | None:
         """The trace of a loader that is offered `tensors`; None when they differ, or their order may matter.

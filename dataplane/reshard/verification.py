@@ -30,7 +30,7 @@ from ..copy import (
     pack_boxes,
 )
 from ..digest import tensor_digest as integrity
-from ..errors import DigestMismatch, NotTraceable
+from ..errors import DigestMismatch, NotTraceable, TransferFailed
 from ..tensors import (
     DTYPES,
     Box,
@@ -50,6 +50,10 @@ from .reshard_plan import staging_layout
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """Bytes of odd boxes that are read back in each round. Beyond, another transport is faster."""
 
+_CAST: Final = "a cast that loses bits"
+_OVERFLOW: Final = f"{_CAST} and range"
+"""Beginnings of the detail of a tensor that is staged because the engine holds it in another dtype."""
+
 _WIDER: Final = {
     ("bfloat16", "float32"),
     ("float16", "float32"),
@@ -57,6 +61,8 @@ _WIDER: Final = {
     ("float16", "float64"),
     ("float32", "float64"),
 }
+_RANGES: Final = {"float16": 0, "bfloat16": 1, "float32": 1, "float64": 2}
+"""By dtype, its largest value: a cast to a smaller one makes infinities."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,20 +207,42 @@ def _reading(proof: Verification) -> _Reading:
 def verifiable_trace(trace: LoadTrace) -> LoadTrace:
     """The trace, with tensors whose cast loses bits staged for the engine's loader.
 
-    The stored value does not show the lost bits; the staged tensor does.
+    The stored value does not show the lost bits; the staged tensor does. See `check_ranges`.
     """
     copies = trace.copies
     served, stored = served_dtypes(copies), copies.dtype
     cast = np.flatnonzero(served != stored)
     pairs = zip(cast.tolist(), served[cast].tolist(), stored[cast].tolist(), strict=True)
-    lossy = {int(copies.boxes.space[row]) for row, *pair in pairs if (DTYPES[pair[0]], DTYPES[pair[1]]) not in _WIDER}
+    casts = {(int(copies.boxes.space[row]), DTYPES[one], DTYPES[other]) for row, one, other in pairs}
+    lossy = {index: _cast(*pair) for index, *pair in sorted(casts) if (pair[0], pair[1]) not in _WIDER}
     if not lossy:
         return trace
     loaded = {each.tensor: each for each in trace.loaded}
-    for index in lossy:
-        loaded.setdefault(index, StagedTensor(index, NotCopiedCause.COMPUTED, "a cast that loses bits"))
+    for index, detail in lossy.items():
+        loaded.setdefault(index, StagedTensor(index, NotCopiedCause.COMPUTED, detail))
     kept = np.flatnonzero(~np.isin(copies.boxes.space, list(lossy)))
     return replace(trace, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
+
+
+def _cast(served: str, stored: str) -> str:
+    beyond = _RANGES.get(stored, 2) < _RANGES.get(served, 2)
+    return f"{_OVERFLOW if beyond else _CAST}, from {served} to {stored}"
+
+
+def check_ranges(trace: LoadTrace) -> None:
+    """Raise `TransferFailed` for a tensor whose values the engine may not have: large ones would become infinite.
+
+    Of a version that is rounded the staged tensors are proven, and rounding them is the engine's own; of one that
+    overflows nothing tells what the engine would serve.
+    """
+    for each in trace.loaded:
+        if each.detail.startswith(_OVERFLOW):
+            name, told = trace.tensors[each.tensor].name, each.detail.removeprefix(_OVERFLOW)
+            raise TransferFailed(
+                f"{name!r} would be cast{told.removeprefix(',')} in the engine, where large values become infinite:"
+                f" serve it in {told.rpartition(' ')[2]} (dtype= of the trainer's source), or launch the engine in"
+                f" {trace.tensors[each.tensor].dtype}"
+            )
 
 
 def make_verification(traces: Sequence[LoadTrace]) -> Verification:

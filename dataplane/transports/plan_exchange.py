@@ -53,6 +53,7 @@ from ..reshard import (
     PlanReader,
     ReshardPlan,
     Verification,
+    check_ranges,
     make_plan,
     make_send_schedule,
     make_verification,
@@ -439,6 +440,8 @@ class PlanExchange:
         layout = self.layout
         assert layout is not None
         found = [self.traces[digest] for digest in recordings]
+        for trace in found:
+            check_ranges(trace)
         with self.timed("plan"):
             plans = tuple(
                 make_plan(layout.shards, layout.exports, trace, reader)
@@ -596,6 +599,8 @@ class Prerecording:
         self._models = 0
         self._coming = Deadline(_COMING_S)
         """For the server's workers to come."""
+        self.held_dtypes: Mapping[str, frozenset[str]] = {}
+        """By tensor, the dtypes of the parameters that the workers hold it in, of all models."""
         self.pending = False
         """`record` has given up, and the server has not come to its call yet: nothing takes that back."""
         self.dead: int | None = None
@@ -621,6 +626,7 @@ class Prerecording:
                     asked = exchange.workers.ask_to_record(_NO_LAYOUT, specs, {}, deadline)
                     made = exchange.workers.recorded(asked, specs, deadline)
                     recordings = [made[digest] for digest in exchange.workers.recordings]
+                    self.held_dtypes = exchange.workers.held_dtypes
                     self._prove(recordings, deadline)
                     first = first or recordings
                     exchange.workers.let_go(worker_wire.Done())

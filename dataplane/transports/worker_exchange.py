@@ -265,6 +265,8 @@ class Workers:
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
+        self.held_dtypes: dict[str, frozenset[str]] = {}
+        """By tensor, the dtypes of the parameters that workers which recorded hold it in, of all models."""
 
     def __len__(self) -> int:
         """Workers that have come."""
@@ -343,7 +345,10 @@ class Workers:
                 raise NotTraceable(f"worker {worker.hello.rank}: {reply.reason}")
             if not isinstance(reply, TraceRecorded):
                 raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {reason_of(reply)}")
-            recording = verifiable_trace(LoadTrace.decode(reply.recording, tensors))
+            trace = LoadTrace.decode(reply.recording, tensors)
+            for name, dtypes in trace.held_dtypes.items():
+                self.held_dtypes[name] = self.held_dtypes.get(name, frozenset()) | dtypes
+            recording = verifiable_trace(trace)
             digest = recording.digest()
             made[digest] = recording
             # A worker that records has dropped its plan, also where the same one will be made again.

@@ -45,6 +45,11 @@ class Expected(msgspec.Struct, frozen=True):
     optional: frozenset[str]
     """May be missing: tied to another tensor, or computed by the engine."""
     quantization: Quantization | None = None
+    folder: str = ""
+    """The checkpoint's."""
+    files: Mapping[str, str] = MappingProxyType({})
+    """By tensor, the file that stores it; empty when only config.json was there."""
+    model_type: str = ""
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -61,6 +66,7 @@ class _Config(msgspec.Struct, frozen=True):
     tie_word_embeddings: bool = False
     attention_bias: bool | None = None
     mlp_bias: bool = False
+    model_type: str = ""
     torch_dtype: str | None = None
     dtype: str | None = None
     quantization_config: dict[str, object] | None = None
@@ -86,13 +92,17 @@ def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
     config = _config(folder)
     quantization = _quantization(folder, config)
     tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
-    dtype = config.dtype or config.torch_dtype or ""
+    dtype, model_type = _language_model(config)
     stored = _headers(folder)
     if stored:
-        shapes = {name: shape for name, (shape, _) in stored.items()}
-        dtypes = {name: kind for name, (_, kind) in stored.items()}
+        shapes = {name: shape for name, (shape, _, _) in stored.items()}
+        dtypes = {name: kind for name, (_, kind, _) in stored.items()}
+        files = {name: file for name, (_, _, file) in stored.items()}
         optional = tied.union(name for name in stored if _COMPUTED.search(name))
-        return Expected(MappingProxyType(shapes), MappingProxyType(dtypes), dtype, optional, quantization)
+        return Expected(
+            MappingProxyType(shapes), MappingProxyType(dtypes), dtype, optional, quantization, os.fspath(folder),
+            MappingProxyType(files), model_type,
+        )  # fmt: skip
     if quantization is not None:
         raise UnfitManifest(
             f"{folder} is a quantized checkpoint without its safetensors files, and only they say which tensors are"
@@ -100,7 +110,9 @@ def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
         )
     if config.architectures and config.architectures[0] in _DENSE:
         shapes = _dense(config, config.architectures[0])
-        return Expected(MappingProxyType(shapes), MappingProxyType({}), dtype, tied)
+        return Expected(
+            MappingProxyType(shapes), MappingProxyType({}), dtype, tied, folder=os.fspath(folder), model_type=model_type
+        )
     known = ", ".join(sorted(_DENSE))
     raise UnfitManifest(
         f"nothing says which tensors {config.architectures or 'the served model'} has: put its safetensors files into "
@@ -132,14 +144,25 @@ def _config(folder: Path) -> _Config:
         raise UnfitManifest(f"{folder / _CONFIG} is not a model's config: {error}") from error
 
 
-def _headers(folder: Path) -> dict[str, tuple[Shape, str]]:
-    """Name -> shape and dtype of every tensor in the folder's safetensors files; empty when there are none."""
-    found: dict[str, tuple[Shape, str]] = {}
+def _language_model(config: _Config) -> tuple[str, str]:
+    """Type of the numbers and of the model, or of the language model in a multimodal one."""
+    inner = config.text_config or {}
+    named = (config.dtype, config.torch_dtype, inner.get("dtype"), inner.get("torch_dtype"))
+    dtype = next((each for each in named if isinstance(each, str) and each), "")
+    words = {"half": "float16", "float": "float32"}
+    dtype = dtype.removeprefix("torch.")
+    return words.get(dtype, dtype), str(inner.get("model_type") or config.model_type)
+
+
+def _headers(folder: Path) -> dict[str, tuple[Shape, str, str]]:
+    """Name -> shape, dtype and file of every tensor in the folder's safetensors files; empty when there are none."""
+    found: dict[str, tuple[Shape, str, str]] = {}
     for path in _files(folder):
+        file = os.fspath(path)
         for name, entry in _header(path).items():
             if entry.dtype not in _DTYPES:
                 raise UnfitManifest(f"{path}: tensor {name!r} has dtype {entry.dtype!r}, which cannot travel")
-            found[name] = (entry.shape, _DTYPES[entry.dtype])
+            found[name] = (entry.shape, _DTYPES[entry.dtype], file)
     return found
 
 

@@ -184,8 +184,16 @@ class Engine(EngineServer, Protocol):
         """Reasons why every version will be refused, as far as the served checkpoint tells; empty where it is fine."""
         ...
 
-    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> None:
-        """Raise `UnfitManifest` with everything that speaks against loading `manifest`. Asks the server nothing."""
+    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> Sequence[str]:
+        """Raise `UnfitManifest` with everything that speaks against loading `manifest`. Asks the server nothing.
+
+        Returns the tensors that the server holds in another dtype than they have there, as far as that is known: its
+        digests are of other bytes than the trainer's.
+        """
+        ...
+
+    def note_held_dtypes(self, held: Mapping[str, frozenset[str]]) -> None:
+        """Note the dtypes of the parameters that each tensor of a version is loaded into, of this generation."""
         ...
 
     def expected_tensors(self, checkpoint: Path) -> tuple[TensorSpec, ...]:

@@ -7,7 +7,7 @@ sidecar, because only the sidecar knows that a server must stay paused.
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -108,6 +108,8 @@ _ASK_S: Final = 2.0
 _LATELY_S: Final = 2.0
 """A server whose workers did something within so many seconds is not asked."""
 _LOOK_S: Final = 10.0
+_SHOWN: Final = 4
+"""Names of tensors in a log."""
 """Deadline of the answer. A batch may have to end before it, as before a pause."""
 
 _log = get_log(__name__)
@@ -154,6 +156,8 @@ class OperationExecutor:
         self._table: tuple[tuple[str, str], DigestTable] | None = None
         """The last table that was read, by its manifest's digest and its own: the steps of a round read it again."""
         self._fits: set[tuple[str, str, str]] = set()
+        self._cast: set[tuple[str, str]] = set()
+        """Manifests, each with a process generation of the server that holds one of its tensors in another dtype."""
         self._returning: tuple[Returning, str] | None = None
         """The receiver of the last version, and the process generation: its call may not have returned yet."""
         self._remark = ""
@@ -329,8 +333,9 @@ class OperationExecutor:
         facts = self._server.facts
         key = (manifest, facts.identity, transport.value)
         if key not in self._fits:
-            self._server.check(layout, transport.value, self._checkpoint_dir or Path(folder))
+            cast = self._server.check(layout, transport.value, self._checkpoint_dir or Path(folder))
             self._fits = {key, *(each for each in self._fits if each[1] == facts.identity)}
+            self._note_cast((manifest, facts.identity), cast)
         return layout, digests
 
     # -- the transfer --------------------------------------------------------------------------------------------------
@@ -487,7 +492,7 @@ class OperationExecutor:
         assert digests is not None, "a version is verified with its digest table"
         wanted = (self._server.digest_algorithm, self._server.tp)
         live = {(each.algorithm, each.tp): each for each in digests.live}.get(wanted)
-        if live is None:
+        if live is None or (manifest, self._generation) in self._cast:  # what it holds are other bytes
             return False
         found = self._server.live_digests(proof_s(layout.nbytes))
         left = self._left.predicted(layout, self._checkpoint) if layout.left else None
@@ -500,6 +505,16 @@ class OperationExecutor:
             self._left.note_proven(layout)
         self.proven = self.loads, found
         return True
+
+    def _note_cast(self, key: tuple[str, str], names: Sequence[str]) -> None:
+        """Note the tensors of a manifest that a process generation holds in another dtype, and say so once."""
+        self._cast = {each for each in self._cast if each[1] == key[1]}
+        if names:
+            self._cast.add(key)
+            reason = (
+                "they are not in the dtype of its launch: what its parameters cannot hold is rounded as it was then"
+            )
+            _log.info("tensors_are_cast", tensors=len(names), first=", ".join(names[:_SHOWN]), reason=reason)
 
     def _with_left(self, layout: Manifest, verified_by: str) -> str:
         """`verified_by`, once what `layout` leaves was proven, too; else what says that it could not be."""

@@ -125,6 +125,7 @@ class Prerecorder:
                 return None
         try:
             models = prerecording.record(tensors, self._settings.name, server, _RECORD_S)
+            server.note_held_dtypes(prerecording.held_dtypes)
         finally:
             self._prerecording = None
             if not prerecording.pending:  # else that would wait behind it, and requests behind both

@@ -29,7 +29,6 @@ from ..source import (
     SourceError,
     UnknownParameter,
     UnsupportedModel,
-    check_dtype,
     check_manifestable,
 )
 from .checkpoint_conversion import head_dim, revert, stored_tensors
@@ -45,6 +44,7 @@ from .collective_source import (
     on_all_ranks,
 )
 from .hf_module import device_of, served_dtypes
+from .tensor_dtypes import Served, TensorDtypes
 from .tensor_placement import placements_of, replica_digests
 from .wrappers import architecture, check_wrappers
 
@@ -88,6 +88,7 @@ class ExportedSource(CollectiveSource):
         *,
         model: str,
         dtype: torch.dtype | None = None,
+        served: Served | None = None,
         device: torch.device | None = None,
         vocab_size: int | None = None,
         group: dist.ProcessGroup | None = None,
@@ -99,6 +100,7 @@ class ExportedSource(CollectiveSource):
             export: called anew for every pass over the weights.
             model: architecture as the checkpoint's config names it.
             dtype: dtype in which floating-point tensors are served; by default as they are exported.
+            served: as in `HFModuleSource`.
             device: device of the buckets; by default that of the first tensor.
             vocab_size: rows of the embedding and of the output layer that the checkpoint has; further ones, with which
                 trainers pad the vocabulary, are cut off. By default all rows are served.
@@ -113,7 +115,9 @@ class ExportedSource(CollectiveSource):
         self.model: str = model
         """Architecture as the checkpoint's config names it."""
         with self._closing_when_refused():
-            _, self._listing = on_all_ranks(self._ranks, lambda: self._describe(dtype), lambda own: own.tensors)
+            _, self._listing = on_all_ranks(
+                self._ranks, lambda: self._describe(TensorDtypes(dtype, served)), lambda own: own.tensors
+            )
         self.device: torch.device = device or self._listing.device
         """Device of the buckets."""
         self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
@@ -160,8 +164,8 @@ class ExportedSource(CollectiveSource):
         self._pass, self._early = iter(()), {}
         super().close()
 
-    def _describe(self, dtype: torch.dtype | None) -> tuple[RankLayout, _Listing]:
-        found = _listed(self._export(), dtype)
+    def _describe(self, dtypes: TensorDtypes) -> tuple[RankLayout, _Listing]:
+        found = _listed(self._export(), dtypes)
         facts = {"model": repr(self.model), TENSORS: Shards.of(found.tensors, []).digest()}
         return RankLayout(facts, b""), found
 
@@ -201,10 +205,8 @@ class _Listing(NamedTuple):
     """Device of the first tensor."""
 
 
-def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> _Listing:
+def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtypes: TensorDtypes) -> _Listing:
     """Read one pass. Raises a `SourceError` for a tensor that cannot be served."""
-    if dtype is not None:
-        check_dtype(_name(dtype), "dtype=")
     tensors: list[TensorSpec] = []
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     device = torch.device("cpu")
@@ -212,7 +214,7 @@ def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | N
         tensor = _readable(found)
         if name in forms:
             raise LayoutMismatch(f"{name!r} was exported twice in one pass: a tensor has one name, and goes once")
-        served = _served(name, tensor, dtype)
+        served = _served(name, tensor, dtypes)
         device = device if tensors else tensor.device
         tensors.append(TensorSpec(name, served, tuple(tensor.shape)))
         forms[name] = tuple(tensor.shape), tensor.dtype
@@ -280,9 +282,9 @@ def _check_alike(name: str, tensor: torch.Tensor, listing: _Listing, seen: Abstr
         raise UnknownParameter(name, shape, str(dtype), advice)
 
 
-def _served(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def _served(name: str, tensor: torch.Tensor, dtypes: TensorDtypes) -> str:
     exported = _name(tensor.dtype)
+    wanted = dtypes.dtype if dtypes.dtype is not None and tensor.is_floating_point() else exported
     if advice := unreadable_reason(tensor, rounded=False):
         raise UnknownParameter(name, tensor.shape, exported, advice)
     if exported.startswith(_EIGHT_BITS):
@@ -290,7 +292,7 @@ def _served(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
         raise UnknownParameter(name, tensor.shape, exported, advice)
     if exported not in ITEM_BYTES:
         raise UnsupportedModel(f"{name!r} is exported as {exported}; these can travel: {', '.join(ITEM_BYTES)}")
-    return _name(wanted)
+    return dtypes.of(name, wanted)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -305,6 +307,7 @@ class FullTensorSource(CollectiveSource):
         module: nn.Module,
         *,
         dtype: torch.dtype | None = None,
+        served: Served | None = None,
         model: str | None = None,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -315,7 +318,7 @@ class FullTensorSource(CollectiveSource):
         self._model = model or architecture(module)
         with self._closing_when_refused():
             _, (device, self._dtypes, self._tensors) = on_all_ranks(
-                self._ranks, lambda: self._describe(dtype), lambda own: own[2]
+                self._ranks, lambda: self._describe(TensorDtypes(dtype, served)), lambda own: own[2]
             )
         self.device: torch.device = device
         """Device of the buckets."""
@@ -349,7 +352,7 @@ class FullTensorSource(CollectiveSource):
             self._whole = {}
 
     def _describe(
-        self, dtype: torch.dtype | None
+        self, dtypes: TensorDtypes
     ) -> tuple[RankLayout, tuple[torch.device, Mapping[str, str], tuple[TensorSpec, ...]]]:
         """Tensors that this rank would serve. All ranks must gather the same ones, in the same order."""
         check_wrappers(self._module)
@@ -362,19 +365,21 @@ class FullTensorSource(CollectiveSource):
                 f"{parted[0]!r} holds the experts of one expert-parallel rank, and only the ranks of its mesh can be "
                 "gathered: use FSDPSource, which assembles all experts"
             )
-        dtypes = served_dtypes(self._module, stored, dtype)
+        served = served_dtypes(self._module, stored, dtypes)
         blank = {
-            name: torch.empty(tuple(tensor.shape), dtype=DTYPES[dtypes[name]], device="meta")
+            name: torch.empty(tuple(tensor.shape), dtype=DTYPES[served[name]], device="meta")
             for name, tensor in stored.items()
         }
         tensors = tuple(
-            TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            TensorSpec(name, dtypes.of(name, _name(tensor.dtype)), tuple(tensor.shape))
             for name, tensor in revert(self._module, blank).items()
         )
+        if dtypes:  # tensors of one parameter may be served in several dtypes: each is cast once it is cut out
+            served = {name: _name(tensor.dtype) for name, tensor in stored.items()}
         check_manifestable(tensors)
         facts = {"model": self._model, TENSORS: Manifest.of(self._model, tensors).digest()}
         layout = RankLayout(facts, b"", replicas=replica_digests(stored, placements))
-        return layout, (device_of(list(stored.values())), dtypes, tensors)
+        return layout, (device_of(list(stored.values())), served, tensors)
 
     @torch.no_grad()
     def _gather(self) -> None:

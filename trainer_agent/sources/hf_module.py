@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from weightbus.dataplane.tensors import ITEM_BYTES, Left, LeftReason, Shards, TensorSpec, shortest_prefixes
 
 from ..assembly import unreadable_reason
-from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_dtype, check_manifestable
+from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_manifestable
 from .checkpoint_conversion import head_dim, slices, stored_tensors
 from .collective_source import (
     DEFAULT_TIMEOUT_S,
@@ -37,6 +37,7 @@ from .collective_source import (
     distinct_shards,
     local_tensor,
 )
+from .tensor_dtypes import Served, TensorDtypes, kept_in_float32
 from .tensor_placement import Placement, placements_of, replica_digests
 from .tensor_slices import LocalShard, runs_of, shards_of
 from .wrappers import architecture, check_wrappers, unwrapped
@@ -51,6 +52,7 @@ class HFModuleSource(ShardedSource):
         *,
         model: str | None = None,
         dtype: torch.dtype | None = None,
+        served: Served | None = None,
         trainable_only: bool = False,
     ) -> None:
         """Describe `module` as the tensors of its checkpoint.
@@ -59,13 +61,15 @@ class HFModuleSource(ShardedSource):
             module: the model; its parameters may be on any device.
             model: architecture that the checkpoint's config names; by default the module's class.
             dtype: dtype in which parameters are served; by default their own.
+            served: folder of the checkpoint that engines serve, or dtypes by the names of its tensors: a tensor that
+                it keeps in another dtype than most, such as float32 beside bfloat16, is served in that.
             trainable_only: leave parameters with ``requires_grad=False``: engines keep those of their launch.
 
         Raises:
             SourceError: for tensors of the checkpoint that are no slices of the module's, such as unmerged adapters.
         """
         super().__init__(SingleRank())
-        local = describe_module(module, dtype, 0, model, trainable_only=trainable_only)
+        local = describe_module(module, TensorDtypes(dtype, served), 0, model, trainable_only=trainable_only)
         _check_whole(local.parameters)
         self._serve(local, local.shards, local.parameters[0].device)
 
@@ -78,6 +82,7 @@ class FSDPSource(ShardedSource):
         module: nn.Module,
         *,
         dtype: torch.dtype | None = None,
+        served: Served | None = None,
         model: str | None = None,
         trainable_only: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -88,6 +93,7 @@ class FSDPSource(ShardedSource):
         Args:
             module: the root module, after `fully_shard`.
             dtype: dtype in which parameters are served; by default their own, often float32 with FSDP.
+            served: as in `HFModuleSource`.
             model: architecture that the checkpoint's config names; by default the module's class.
             trainable_only: leave parameters with ``requires_grad=False``: engines keep those of their launch.
             group: the ranks of one model with all of its replicas; see `MegatronSource`.
@@ -100,7 +106,12 @@ class FSDPSource(ShardedSource):
         with self._closing_when_refused():
             layouts, local = self._exchange_layouts(
                 lambda: describe_module(
-                    module, dtype, self.rank, model, ranks=self._ranks.global_ranks, trainable_only=trainable_only
+                    module,
+                    TensorDtypes(dtype, served),
+                    self.rank,
+                    model,
+                    ranks=self._ranks.global_ranks,
+                    trainable_only=trainable_only,
                 )
             )
             distinct = distinct_shards(layouts, local.tensors)
@@ -109,7 +120,7 @@ class FSDPSource(ShardedSource):
 
 def describe_module(
     module: nn.Module,
-    dtype: torch.dtype | None,
+    dtypes: TensorDtypes,
     rank: int,
     model: str | None = None,
     *,
@@ -119,8 +130,8 @@ def describe_module(
     """Find every tensor of `module` that its checkpoint holds, and this rank's part of it. Reads no values of shards.
 
     `ranks` are the global ranks of the source, of which this is the one at index `rank`.
-    Parameters are served in `dtype`, if it is given; buffers, and modules that the model itself keeps in float32, as
-    they are. Raises a `SourceError` for a tensor that cannot be described.
+    Parameters are served as `dtypes` says; buffers that it does not name, and modules that the model itself keeps in
+    float32, as they are. Raises a `SourceError` for a tensor that cannot be described.
     """
     check_wrappers(module)
     stored = stored_tensors(module)
@@ -136,8 +147,8 @@ def describe_module(
             "every parameter has requires_grad=False, and trainable_only leaves them: no tensor would be served"
         )
     left = shortest_prefixes(names, [each.tensor for each in form])
-    served = served_dtypes(module, stored, dtype)
-    tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
+    served = served_dtypes(module, stored, dtypes)
+    tensors = tuple(TensorSpec(each.tensor, dtypes.of(each.tensor, served[each.source]), each.shape) for each in form)
     check_manifestable(tensors)
     locals_ = {
         name: _local_of(name, tensor, placements[name], index) for index, (name, tensor) in enumerate(stored.items())
@@ -194,18 +205,18 @@ def _local_of(name: str, tensor: torch.Tensor, placement: Placement, storage: in
     return held
 
 
-def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, str]:
-    """Dtype in which each tensor is served, by its name in memory. Raises `UnsupportedModel` for an unfit `dtype`."""
-    if dtype is not None:
-        check_dtype(str(dtype).removeprefix("torch."), "dtype=")
-    kept = tuple(getattr(unwrapped(module), "_keep_in_fp32_modules_strict", None) or ())
+def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtypes: TensorDtypes) -> dict[str, str]:
+    """Dtype in which each tensor is served unless `dtypes` names it, by its name in memory."""
+    module = unwrapped(module)
     served: dict[str, str] = {}
     for name, tensor in stored.items():
-        cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        wanted = dtype if cast and not any(part in name for part in kept) else tensor.dtype
-        if advice := unreadable_reason(local_tensor(tensor), rounded=wanted != tensor.dtype):
+        own = wanted = str(tensor.dtype).removeprefix("torch.")
+        cast = dtypes.dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        if cast and dtypes.dtype and own != dtypes.dtype:
+            wanted = "float32" if kept_in_float32(module, name, dtypes.dtype) else dtypes.dtype
+        if advice := unreadable_reason(local_tensor(tensor), rounded=wanted != own):
             raise UnknownParameter(name, tensor.shape, str(tensor.dtype), advice)
-        served[name] = str(wanted).removeprefix("torch.")
+        served[name] = wanted
         if served[name] not in ITEM_BYTES:
             detail, advice = f"{wanted}", f"these dtypes can travel: {', '.join(ITEM_BYTES)}"
             raise UnknownParameter(name, tensor.shape, detail, advice)

@@ -8,8 +8,10 @@ with half of the weights. So a version or a manifest that is not known to be rig
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -169,13 +171,38 @@ def _barred(facts: ServerFacts) -> tuple[str, ...]:
     return tuple(name for name in otherwise if transports.by_name(name).reads_memory)
 
 
-def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:
-    """Raise `UnfitManifest` with everything that speaks against loading `manifest` by `transport`."""
+HeldDtypes = Mapping[str, frozenset[str]]
+"""By served tensor, the dtypes of the parameters that the server's loader was recorded to write it to."""
+_UNKNOWN: Final[HeldDtypes] = MappingProxyType({})
+_FLOATS: Final = frozenset({"bfloat16", "float16", "float32", "float64"})
+_EXACT: Final = {
+    "bfloat16": frozenset({"float32", "float64"}),
+    "float16": frozenset({"float32", "float64"}),
+    "float32": frozenset({"float64"}),
+}
+"""By dtype, others that have all of its values."""
+_DTYPE_WORDS: Final = {"half": "float16", "float": "float32"}
+"""Words of ``--dtype`` that are not torch's."""
+
+
+def check(
+    manifest: Manifest,
+    facts: ServerFacts,
+    dialect: Dialect,
+    expected: Expected,
+    transport: str,
+    *,
+    held: HeldDtypes = _UNKNOWN,
+) -> None:
+    """Raise `UnfitManifest` with everything that speaks against loading `manifest` by `transport`.
+
+    `held` are the dtypes of the server's parameters, as far as its loader was recorded.
+    """
     problems = [
         *_server(facts, dialect, transport),
         *objections(expected.quantization, expected.shapes, facts, dialect),
         *_model(manifest, facts),
-        *_layout(manifest, facts, expected),
+        *_layout(manifest, facts, expected, held),
     ]
     if problems:
         raise UnfitManifest("; ".join(problems) + ". Nothing was sent to the server")
@@ -201,13 +228,13 @@ def _model(manifest: Manifest, facts: ServerFacts) -> Iterator[str]:
         yield f"the manifest is of {manifest.model}, the server serves {', '.join(facts.architectures)}"
 
 
-def _layout(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iterator[str]:
-    """Faults of its tensors. Looked for only where they are not just those of the checkpoint."""
+def _layout(manifest: Manifest, facts: ServerFacts, expected: Expected, held: HeldDtypes = _UNKNOWN) -> Iterator[str]:
+    """Faults of its tensors. Names and shapes are looked at only where they are not just those of the checkpoint."""
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
-    dtypes = {tensor.name: tensor.dtype for tensor in manifest.tensors}
-    if shapes != expected.shapes or dtypes != expected.dtypes or manifest.left:
+    if shapes != expected.shapes or manifest.left:
         yield from _names(manifest, expected)
-        yield from _tensors(manifest, facts, expected)
+        yield from _shapes(manifest, expected)
+    yield from _dtypes(manifest, facts, expected, held)
 
 
 def _names(manifest: Manifest, expected: Expected) -> Iterator[str]:
@@ -232,7 +259,7 @@ def _names(manifest: Manifest, expected: Expected) -> Iterator[str]:
         yield f"{_some(unknown)} unknown to the served model: the server would skip them and report success"
 
 
-def _tensors(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iterator[str]:
+def _shapes(manifest: Manifest, expected: Expected) -> Iterator[str]:
     wrong = [
         f"{tensor.name!r} has shape {tensor.shape}, the server's has {expected.shapes[tensor.name]}"
         for tensor in manifest.tensors
@@ -241,30 +268,154 @@ def _tensors(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iter
     yield from wrong[:_SHOWN]
     if len(wrong) > _SHOWN:
         yield f"{len(wrong) - _SHOWN} more shapes differ"
-    served = served_dtype(facts, expected)
-    cast = {
-        f"{tensor.name!r} ({tensor.dtype})"
+
+
+def _dtypes(manifest: Manifest, facts: ServerFacts, expected: Expected, held: HeldDtypes) -> Iterator[str]:
+    """Tensors that the server would cast to values that are neither the version's nor what a launch makes of them."""
+    rule = _DtypeRule(facts, expected, held)
+    wrong = [tensor for tensor in manifest.tensors if not rule.takes(tensor)]
+    if not wrong:
+        return
+    alike: dict[tuple[str, ...], list[TensorSpec]] = {}
+    for tensor in wrong:
+        alike.setdefault((tensor.dtype, *rule.found(tensor.name)), []).append(tensor)
+    shown = [
+        f"{rule.told(each[0])}{f', as for {len(each) - 1} more' if len(each) > 1 else ''}"
+        for each in list(alike.values())[:_SHOWN]
+    ]
+    yield (
+        f"{len(wrong)} tensors are in a dtype that this server would cast in silence, to other values: "
+        f"{'; '.join(shown)}: {rule.advice(wrong)}"
+    )
+
+
+class _DtypeRule:
+    """The dtypes in which one server takes each tensor.
+
+    SGLang makes parameters in the dtype of its launch, but for those that a model's code makes in float32 (routers,
+    biases of experts, A_log), and its loader casts to them. So a tensor is taken as the checkpoint's files have it,
+    because then it becomes what the launch made of it; or, where the files keep it in another dtype than most, in one
+    whose values all survive in the files' dtype and in the server's: bfloat16 for a float32 tensor. Where the launch
+    has another dtype than most of the files, their tensors are taken in that dtype alone. What the loader was recorded
+    to write to (`held`) decides before these rules.
+    """
+
+    def __init__(self, facts: ServerFacts, expected: Expected, held: HeldDtypes) -> None:
+        self._facts, self._expected, self._held = facts, expected, held
+        self._launched = launch_dtype(facts, expected)
+        self._main = _main_dtype(expected) or self._launched
+
+    def takes(self, tensor: TensorSpec) -> bool:
+        """Whether the server may load it."""
+        sent, wanted = tensor.dtype, self.wanted(tensor.name)
+        held = self._held.get(tensor.name, frozenset())
+        if sent in _FLOATS and held and held <= _FLOATS:
+            if all(_exact(sent, each) for each in held):
+                return sent in {*held, wanted} or not self._is_cast_at_launch(tensor.name)
+            as_launched = sent == wanted and self._launched == self._main
+            return as_launched and not ("float16" in held and sent != "float16")  # infinities
+        if sent == wanted:
+            return True
+        apart = self._file(tensor.name) != self._main
+        return apart and _exact(sent, self._file(tensor.name)) and _exact(sent, self._launched)
+
+    def wanted(self, name: str) -> str:
+        """The dtype in which a trainer serves the tensor: of its file, or of the launch where that is another."""
+        return self._launched if self._is_cast_at_launch(name) else self._file(name)
+
+    def found(self, name: str) -> tuple[str, ...]:
+        """The dtypes of a tensor in the files, at the launch, and in the parameters as they were recorded."""
+        return self._file(name), self._launched, *sorted(self._held.get(name, ()))
+
+    def told(self, tensor: TensorSpec) -> str:
+        """The dtypes of a tensor, each with the place that it comes from."""
+        name, expected = tensor.name, self._expected
+        file = expected.files.get(name, "")
+        stored = f"{self._file(name)} in {file or Path(expected.folder) / 'config.json'}"
+        held = self._held.get(name)
+        if self._file(name) not in _FLOATS:
+            served = "as there in the server"
+        elif held:
+            served = f"{' and '.join(sorted(held))} in the server (its parameters, as its loader was recorded)"
+        else:
+            served = f"{self._launched} in the server ({self._why()})"
+        return f"{name!r} is {tensor.dtype} in the manifest (as the trainer's source serves it), {stored}, {served}"
+
+    def advice(self, wrong: Iterable[TensorSpec]) -> str:
+        """The setting to change."""
+        wanted = {self.wanted(name) for name in self._expected.shapes} & _FLOATS
+        sent = {tensor.dtype for tensor in wrong}
+        if len(wanted) == 1:
+            change = f"build the trainer's source with dtype=torch.{next(iter(wanted))}"
+        else:
+            dtype = f", dtype=torch.{self._launched}" if self._launched != self._main else ""
+            change = (
+                f"build the trainer's source with served={self._expected.folder or 'the served checkpoint'!r}{dtype},"
+                " which gives each tensor its own dtype"
+            )
+        if len(sent) == 1 and sent <= _FLOATS and self._launched not in sent:
+            change += f", or launch the server with --dtype {next(iter(sent))}"
+        return change
+
+    def _why(self) -> str:
+        if self._facts.dtype != "auto":
+            return f"--dtype {self._facts.dtype}"
+        config = self._expected.dtype
+        return (
+            "its config.json" if config == self._launched else f"--dtype auto, for a config of {config or 'no dtype'}"
+        )
+
+    def _file(self, name: str) -> str:
+        return self._expected.dtypes.get(name) or self._main
+
+    def _is_cast_at_launch(self, name: str) -> bool:
+        """True for a tensor in the dtype of most, where the launch has another."""
+        return self._launched != self._main and self._file(name) == self._main
+
+
+def _exact(sent: str, held: str) -> bool:
+    """Whether all values of one dtype are values of the other."""
+    return sent == held or held in _EXACT.get(sent, ())
+
+
+def _main_dtype(expected: Expected) -> str:
+    """The dtype of most elements in the files, of those with a fraction; without files the config's."""
+    sizes: dict[str, int] = {}
+    for name, dtype in expected.dtypes.items():
+        if dtype in _FLOATS:
+            sizes[dtype] = sizes.get(dtype, 0) + prod(expected.shapes[name])
+    return max(sizes, key=lambda each: sizes[each], default=expected.dtype)
+
+
+def launch_dtype(facts: ServerFacts, expected: Expected) -> str:
+    """The dtype in which the server makes its parameters, unless its model's code names another.
+
+    ``auto`` is the config's; for a config of float32, or of none, SGLang takes float16, and bfloat16 for Gemma
+    (`_get_and_verify_dtype`, equal in 0.5.11 to 0.5.23).
+    """
+    if facts.dtype != "auto":
+        return _DTYPE_WORDS.get(facts.dtype, facts.dtype)
+    if expected.dtype not in {"float32", ""}:
+        return expected.dtype
+    return "bfloat16" if expected.model_type.startswith("gemma") else "float16"
+
+
+def cast_tensors(manifest: Manifest, facts: ServerFacts, expected: Expected, held: HeldDtypes) -> tuple[str, ...]:
+    """Tensors that the server holds in another dtype than `manifest` has them in, as far as that is known."""
+    if expected.quantization is not None:  # its scales are float32 by their scheme
+        return ()
+    launched = launch_dtype(facts, expected)
+    return tuple(
+        tensor.name
         for tensor in manifest.tensors
-        if tensor.dtype != expected.dtypes.get(tensor.name, served or tensor.dtype)
-    }
-    if cast:
-        wanted = served or "see its checkpoint"
-        yield f"{_some(cast)} not of the server's dtype ({wanted}): it would cast them in silence"
-
-
-def served_dtype(facts: ServerFacts, expected: Expected) -> str:
-    """The dtype asked for at launch, in torch's words, or the checkpoint's."""
-    words = {"auto": expected.dtype, "half": "float16", "float": "float32"}
-    return words.get(facts.dtype, facts.dtype)
+        if tensor.dtype in _FLOATS and held.get(tensor.name, frozenset({launched})) != {tensor.dtype}
+    )
 
 
 def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
-    """The checkpoint's tensors as a trainer serves them. Raises `UnfitManifest` where a dtype is not known."""
-    served = served_dtype(facts, expected)
-    found = [TensorSpec(name, expected.dtypes.get(name, served), shape) for name, shape in expected.shapes.items()]
-    if odd := next((spec.name for spec in found if not spec.dtype), ""):
-        raise UnfitManifest(f"nothing says in which dtype {odd!r} is served")
-    return tuple(found)
+    """The checkpoint's tensors as a trainer serves them."""
+    rule = _DtypeRule(facts, expected, _UNKNOWN)
+    return tuple(TensorSpec(name, rule.wanted(name), shape) for name, shape in expected.shapes.items())
 
 
 def _some(names: Iterable[str], what: str = "tensors") -> str:

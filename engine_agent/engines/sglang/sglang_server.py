@@ -100,6 +100,8 @@ class SGLangServer:
         self._left: deque[str] = deque(maxlen=_LEFT)
         """Groups that must not be joined any more: the thread that joins waits while another one leaves."""
         self._opens = ("", "")
+        self._held_dtypes: tuple[str, Mapping[str, frozenset[str]]] = "", {}
+        """Identity of a process generation, and the dtypes that it holds each served tensor in."""
         """Identity of a process generation, and where memory lies that its workers open."""
         self._pinned = ""
         self._seen = ("", False)
@@ -242,9 +244,19 @@ class SGLangServer:
         """Reasons why every version will be refused, as far as the served checkpoint tells."""
         return compatibility.refusals(self.facts, self.dialect, checkpoint)
 
-    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> None:
-        """Raise `UnfitManifest` with everything that speaks against loading `manifest`."""
-        compatibility.check(manifest, self.facts, self.dialect, checkpoint_spec.expected(checkpoint), transport)
+    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> Sequence[str]:
+        """Raise `UnfitManifest` with everything that speaks against loading `manifest`; see `Engine.check`."""
+        expected = checkpoint_spec.expected(checkpoint)
+        compatibility.check(manifest, self.facts, self.dialect, expected, transport, held=self._held())
+        return compatibility.cast_tensors(manifest, self.facts, expected, self._held())
+
+    def note_held_dtypes(self, held: Mapping[str, frozenset[str]]) -> None:
+        """Note the dtypes of the parameters that each tensor of a version is loaded into, of this generation."""
+        self._held_dtypes = self.facts.identity, held
+
+    def _held(self) -> Mapping[str, frozenset[str]]:
+        identity, held = self._held_dtypes
+        return held if identity == self.facts.identity else {}
 
     def expected_tensors(self, checkpoint: Path) -> tuple[TensorSpec, ...]:
         """The checkpoint's tensors in the dtypes that are served. Raises `UnfitManifest` if one is not known."""

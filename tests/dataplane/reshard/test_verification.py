@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.errors import DigestMismatch
-from weightbus.dataplane.reshard.verification import RankVerification, Verification
+from weightbus.dataplane.errors import DigestMismatch, TransferFailed
+from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
+from weightbus.dataplane.reshard.verification import RankVerification, Verification, check_ranges, verifiable_trace
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Boxes, Shards
+from weightbus.dataplane.tensors.shards import Box, Boxes, Shard, Shards, ShardView
 
 TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 8)) for number in range(6))
 
@@ -105,3 +106,35 @@ def test_sums_of_other_boxes_are_refused(held: Held) -> None:
     held.lanes[-1] = np.concatenate([held.lanes[-1], np.zeros((2, 1), np.uint64)], axis=1)
     with pytest.raises(ValueError, match="reported"):
         held.check()
+
+
+def traced(served: str, stored: str) -> LoadTrace:
+    """A trace of one tensor that an engine holds in another dtype."""
+    spec, box = TensorSpec("gate.weight", served, (2, 4)), Box.whole((2, 4))
+    target = LoadTarget("gate", stored, (2, 4), (4, 1), parameter=True)
+    copies = Shards.of([spec], [Shard(spec.name, box, stored, ShardView(0, 0, (4, 1)))], rank=0)
+    return LoadTrace(rank=0, targets=(target,), copies=copies)
+
+
+@pytest.mark.parametrize(
+    ("served", "stored", "staged", "beyond"),
+    [
+        ("bfloat16", "bfloat16", False, False),
+        ("bfloat16", "float32", False, False),
+        ("float32", "bfloat16", True, False),
+        ("float16", "bfloat16", True, False),
+        ("bfloat16", "float16", True, True),
+        ("float32", "float16", True, True),
+        ("float64", "float32", True, True),
+    ],
+)
+def test_a_cast_that_may_overflow_is_refused(served: str, stored: str, staged: bool, beyond: bool) -> None:
+    """A cast that rounds is staged and proven before it; one that makes infinities is not taken."""
+    trace = verifiable_trace(traced(served, stored))
+    assert traced(served, stored).held_dtypes == {"gate.weight": {stored}}
+    assert trace.staged == ((0,) if staged else ())
+    if not beyond:
+        return check_ranges(trace)
+    with pytest.raises(TransferFailed, match=rf"'gate.weight' would be cast from {served} to {stored} .*in {served}"):
+        check_ranges(trace)
+    return None

@@ -44,7 +44,7 @@ from weightbus.dataplane.tensors.manifest import DigestTable
 from weightbus.dataplane.transports.interface import Receipt, Tabled, TransferSession
 from weightbus.dataplane.transports.sends.receiver import WorkerStalled
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
-from weightbus.engine_agent.errors import ServerError, ServerRefused, ServerSilent
+from weightbus.engine_agent.errors import ServerError, ServerRefused, ServerSilent, WrongWeights
 from weightbus.engine_agent.machine.events import (
     INCOMPLETE,
     Label,
@@ -176,6 +176,33 @@ def test_what_fits_is_remembered_of_one_launch(monkeypatch: pytest.MonkeyPatch) 
             made._fit("m", "t", transport, "", 1.0)
     assert checks == [str(launch) for launch in range(1000) for _ in range(2)]
     assert len(made._fits) == 2
+
+
+def _any(value: object) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("cast", [(), ("gate.weight",)])
+def test_digests_of_tensors_that_the_server_casts_are_not_compared(
+    cast: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digests are of bytes that the trainer never had: such a version is proven by its buckets, and not damaged."""
+    table = SimpleNamespace(live=[SimpleNamespace(algorithm="a", tp=1, parameters={"gate": ("1",)})])
+    server = SimpleNamespace(
+        facts=SimpleNamespace(identity="g"), pin=lambda _: None, confirm=lambda _: None, check=lambda *_: cast,
+        digest_algorithm="a", tp=1, live_digests=lambda _: [{"gate": "2" if cast else "1"}], dirty=False,
+    )  # fmt: skip
+    made = OperationExecutor("e0", _any(server), _any(None), None, Metrics(MetricSource.ENGINE))
+    monkeypatch.setattr(made, "_read", lambda *_: (SimpleNamespace(nbytes=4, left=()), table))
+    made._generation = "g"
+    made._fit("m", "t", TransportKind.LOCAL, "", 1.0)
+    assert made._holds("m", "t") is not bool(cast)
+    if cast:  # another launch is asked again
+        made._generation = server.facts.identity = "h"
+        server.check = lambda *_: ()
+        made._fit("m", "t", TransportKind.LOCAL, "", 1.0)
+        with pytest.raises(WrongWeights):
+            made._holds("m", "t")
 
 
 @pytest.mark.parametrize("flush", [False, True])

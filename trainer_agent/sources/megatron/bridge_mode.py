@@ -20,6 +20,7 @@ from weightbus.control.log import get_log
 
 from ...source import UnsupportedModel
 from ..exported import Bridge, ExportedSource, bridge_exporter
+from ..tensor_dtypes import has_files
 
 _log = get_log(__name__)
 
@@ -58,7 +59,8 @@ class BridgedSource(ExportedSource):
             model_chunks: this rank's chunks, wrapped or not.
             architecture: architecture that the served checkpoint's config names.
             served: that checkpoint: its folder, or the content of its ``config.json``.
-            dtype: dtype of all floating-point tensors; by default each as the trainer keeps it.
+            dtype: dtype of floating-point tensors; by default each as the trainer keeps it. Tensors that the files of
+                `served` keep in another dtype than most are served in that.
             device: as in `MegatronSource`.
             group: as in `MegatronSource`.
             timeout_s: as in `ExportedSource`.
@@ -66,7 +68,10 @@ class BridgedSource(ExportedSource):
         self.served = served
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         export = _Exporter(lambda: bridge_exporter(bridge_of(architecture, served), model_chunks))
-        super().__init__(export, model=architecture, dtype=dtype, device=device, group=group, timeout_s=timeout_s)
+        files = served if isinstance(served, Path) and has_files(served) else None
+        super().__init__(
+            export, model=architecture, dtype=dtype, served=files, device=device, group=group, timeout_s=timeout_s
+        )
         if self.root:
             _log.info("bridge_mode", family=architecture, converted_by=PACKAGE, version=_version())
 

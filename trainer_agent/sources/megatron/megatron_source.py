@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Protocol, Self, cast
 
@@ -31,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from weightbus.dataplane.tensors import Shard, Shards, stored_tensors
 
-from ...assembly import unreadable_reason
+from ...assembly import DTYPES, unreadable_reason
 from ...source import LayoutMismatch, RanksDisagree, SourceError, UnknownParameter, UnsupportedModel, check_dtype
 from ..collective_source import (
     DEFAULT_TIMEOUT_S,
@@ -43,6 +44,7 @@ from ..collective_source import (
     ShardedSource,
     distinct_shards,
 )
+from ..tensor_dtypes import TensorDtypes, has_files
 from .bridge_mode import BridgedSource
 from .config_checks import check_axes, check_config, check_padding, check_tied
 from .hf_model import (
@@ -108,7 +110,8 @@ class MegatronSource(ShardedSource):
         Args:
             model_chunks: this rank's model, or its virtual pipeline chunks, wrapped or not.
             hf_config: the served checkpoint's config: a folder, a ``config.json`` or its content.
-            dtype: dtype that is served; by default the config's, or the parameters' own if it names none.
+            dtype: dtype that is served; by default the config's, or the parameters' own if it names none. Tensors that
+                the safetensors files beside the config keep in another dtype than most are served in that.
             device: device of the buckets; by default that of the parameters. A GPU for parameters that the trainer
                 keeps in host memory: they are packed there and uploaded by bucket.
             vocab_divisible_by: the trainer's ``make_vocab_size_divisible_by``, needed only where it is more than 128:
@@ -192,7 +195,10 @@ def describe_chunks(
     _check_once(matched)
     parameters = tuple(parameter for _, _, parameter in matched)
     served = _served_dtype(dtype, model, parameters)
-    tensors = hf_tensors(model, served)
+    dtypes = TensorDtypes(dtype or DTYPES[served], _checkpoint(hf_config))
+    tensors = tuple(
+        msgspec.structs.replace(spec, dtype=dtypes.of(spec.name, spec.dtype)) for spec in hf_tensors(model, served)
+    )
     rows: list[Shard] = []
     for storage, (chunk, found, parameter) in enumerate(matched):
         if found.rule.fusion is Fusion.VOCABULARY:
@@ -203,6 +209,7 @@ def describe_chunks(
     facts: dict[str, object] = {
         **msgspec.structs.asdict(model),
         "dtype": served,
+        "dtypes of tensors": sha256(repr([spec.dtype for spec in tensors]).encode()).hexdigest()[:16],
         "tp": groups.tensor.ranks,
         "etp": groups.expert_tensor.ranks,
         "ep": groups.expert.ranks,
@@ -273,6 +280,14 @@ def _served_dtype(wanted: torch.dtype | None, model: HFModel, parameters: Sequen
     if len(found) != 1:
         raise LayoutMismatch(f"the parameters have dtypes {sorted(found)} and the config names none: pass dtype=")
     return found.pop()
+
+
+def _checkpoint(config: Path | str | Mapping[str, object]) -> Path | None:
+    """The folder of the served checkpoint, where its files are beside its config."""
+    if isinstance(config, Mapping):
+        return None
+    folder = folder_of(config)
+    return folder if has_files(folder) else None
 
 
 def _read_config(source: Path | str | Mapping[str, object]) -> Mapping[str, object]:

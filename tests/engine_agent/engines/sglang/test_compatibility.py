@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from hypothesis import given, strategies as st
+from safetensors.torch import load_file, save_file
 
 from weightbus.dataplane.quantize import schemes as quantization_config
 from weightbus.dataplane.tensors import Left
@@ -374,7 +375,7 @@ def test_a_quantized_checkpoint_names_its_tensors(tmp_path: Path) -> None:
     with pytest.raises(UnfitManifest, match=r"weight_scale_inv\) missing"):
         check(plain, folder, device="cuda")
     cast = [TensorSpec(spec.name, "bfloat16", spec.shape) for spec in specs(folder)]
-    with pytest.raises(UnfitManifest, match=r"up_proj.weight.*not of the server's dtype"):
+    with pytest.raises(UnfitManifest, match=r"up_proj.weight' is bfloat16 in the manifest .*, float8_e4m3fn in "):
         check(cast, folder, device="cuda")
 
 
@@ -487,3 +488,143 @@ def test_a_plain_server_is_told_of_only_where_something_is_wrong(tmp_path: Path)
     assert "--quantization fp8" in reason
     (reason,) = refusals(facts(), NEWEST, tmp_path / "gone")
     assert "--model-path" in reason
+
+
+KEPT = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bfloat16 that keeps one tensor in float32, as releases keep routers."""
+    made = tiny_model.write(tmp_path_factory.mktemp("kept") / "m", 1)
+    weights = load_file(made / "model.safetensors")
+    save_file({name: value.float() if name == KEPT else value for name, value in weights.items()},
+              made / "model.safetensors")  # fmt: skip
+    return made
+
+
+def in_dtype(folder: Path, main: str, kept: str) -> list[TensorSpec]:
+    """All tensors in `main` but for `KEPT`."""
+    return [TensorSpec(spec.name, kept if spec.name == KEPT else main, spec.shape) for spec in specs(folder)]
+
+
+@pytest.mark.parametrize(
+    ("launched", "main", "apart", "fits"),
+    [
+        ("auto", "bfloat16", "float32", True),
+        ("auto", "bfloat16", "bfloat16", True),
+        ("auto", "bfloat16", "float16", False),
+        ("auto", "float32", "float32", False),
+        ("float16", "float16", "float16", True),
+        ("half", "float16", "float16", True),
+        ("float16", "float16", "float32", True),
+        ("float16", "bfloat16", "float32", False),
+        ("float16", "float16", "bfloat16", False),
+        ("float32", "float32", "float32", True),
+        ("float32", "bfloat16", "float32", False),
+        ("bfloat16", "bfloat16", "bfloat16", True),
+    ],
+)
+def test_each_tensor_has_its_own_dtype(kept: Path, launched: str, main: str, apart: str, fits: bool) -> None:
+    """That of its file; of the launch, where that is not the files'; or one whose values both have."""
+    tensors = in_dtype(kept, main, apart)
+    if fits:
+        check(tensors, kept, dtype=launched)
+        return
+    with pytest.raises(UnfitManifest, match=r"in the manifest \(as the trainer's source serves it\), "):
+        check(tensors, kept, dtype=launched)
+
+
+def test_a_refused_dtype_is_told_with_its_places_and_the_setting(kept: Path, folder: Path) -> None:
+    """Manifest, file, server, and what to change at the trainer or at the server."""
+    with pytest.raises(UnfitManifest) as refused:
+        check(in_dtype(folder, "bfloat16", "bfloat16"), folder, dtype="float16")
+    told = str(refused.value)
+    stored = f"bfloat16 in {folder / 'model.safetensors'}, float16 in the server (--dtype float16), as for 24 more"
+    assert f"'lm_head.weight' is bfloat16 in the manifest (as the trainer's source serves it), {stored}" in told
+    assert "build the trainer's source with dtype=torch.float16, or launch the server with --dtype bfloat16" in told
+
+    with pytest.raises(UnfitManifest, match=f"with served='{kept}', dtype=torch.float16, which gives each tensor"):
+        check(in_dtype(kept, "bfloat16", "float32"), kept, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("launched", "main", "apart", "held", "fits"),
+    [
+        ("auto", "bfloat16", "float32", "float32", True),
+        ("auto", "bfloat16", "bfloat16", "float32", True),
+        ("auto", "bfloat16", "float32", "bfloat16", True),  # rounded, as it was at the launch
+        ("auto", "bfloat16", "float32", "float16", False),
+        ("float16", "float16", "float32", "float16", False),
+        ("float16", "float16", "float16", "float32", True),
+        ("float16", "float16", "float32", "float32", True),
+    ],
+)
+def test_what_the_server_holds_decides(  # noqa: PLR0917  the columns of a table
+    kept: Path, launched: str, main: str, apart: str, held: str, fits: bool
+) -> None:
+    """A tensor is taken if its recorded parameter has all of its values; else as at the launch, never overflowing."""
+    manifest = Manifest.of("Qwen3ForCausalLM", in_dtype(kept, main, apart))
+    server, recorded = facts(dtype=launched), {KEPT: frozenset({held})}
+
+    def checked() -> None:
+        dialect = dialect_of("0.5.23")
+        validate.check(manifest, server, dialect, checkpoint.expected(kept), "local", held=recorded)
+
+    if fits:
+        checked()
+    else:
+        with pytest.raises(UnfitManifest, match=rf"{KEPT}' is {apart} .* {held} in the server \(its parameters"):
+            checked()
+    cast = validate.cast_tensors(manifest, server, checkpoint.expected(kept), recorded)
+    assert cast == ((KEPT,) if apart != held else ())
+
+
+def test_a_code_made_float32_parameter_takes_float32(folder: Path) -> None:
+    """Files in bfloat16 say nothing of it; the recorded loader does."""
+    manifest = Manifest.of("Qwen3ForCausalLM", in_dtype(folder, "bfloat16", "float32"))
+    found, dialect = checkpoint.expected(folder), dialect_of("0.5.23")
+    validate.check(manifest, facts(), dialect, found, "local", held={KEPT: frozenset({"float32"})})
+    with pytest.raises(UnfitManifest, match=KEPT):
+        validate.check(manifest, facts(), dialect, found, "local")
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float32"}, "float16"),
+        ({}, "float16"),
+        ({"torch_dtype": "float32", "model_type": "gemma3_text"}, "bfloat16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"text_config": {"torch_dtype": "float32", "model_type": "gemma3_text"}}, "bfloat16"),
+    ],
+)
+def test_auto_is_what_sglang_makes_of_the_config(tmp_path: Path, config: dict[str, Any], dtype: str) -> None:
+    """A config of float32, or of none, is served in 16 bits."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **config}))
+    save_file({"a.weight": torch.zeros(2, 2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert validate.launch_dtype(facts(), checkpoint.expected(tmp_path)) == dtype
+    (guessed,) = validate.tensors_of(facts(), checkpoint.expected(tmp_path))
+    assert guessed.dtype == dtype
+    check_one = Manifest.of("Qwen3ForCausalLM", [guessed])
+    validate.check(check_one, facts(), dialect_of("0.5.23"), checkpoint.expected(tmp_path), "local")
+
+
+FLOATS = ("bfloat16", "float16", "float32")
+FINFO = {each: torch.finfo(getattr(torch, each)) for each in FLOATS}
+
+
+@given(st.sampled_from(["auto", *FLOATS]), st.sampled_from(FLOATS), st.sampled_from([*FLOATS, ""]))
+def test_nothing_that_is_taken_becomes_infinite(kept: Path, launched: str, sent: str, held: str) -> None:
+    """Whatever was recorded: a taken tensor has its largest value in the server, and most are exact."""
+    manifest = Manifest.of("Qwen3ForCausalLM", in_dtype(kept, sent, sent))
+    server, recorded = facts(dtype=launched), {KEPT: frozenset({held})} if held else {}
+    try:
+        validate.check(manifest, server, dialect_of("0.5.23"), checkpoint.expected(kept), "local", held=recorded)
+    except UnfitManifest:
+        return
+    main = validate.launch_dtype(server, checkpoint.expected(kept))
+    assert sent == main
+    assert not held or FINFO[held].max >= FINFO[sent].max
