@@ -39,6 +39,18 @@ class _AutoBridge(Protocol):
         ...
 
 
+class _AutoConfig(Protocol):
+    """The methods of transformers' `AutoConfig` that are called."""
+
+    def from_pretrained(self, folder: str) -> object:
+        """The config of a folder."""
+        ...
+
+    def for_model(self, model_type: str, **said: object) -> object:
+        """The config of these fields."""
+        ...
+
+
 class BridgedSource(ExportedSource):
     """The live weights of one Megatron-core model, exported by Megatron-Bridge. Satisfies `Source`."""
 
@@ -118,9 +130,8 @@ def _version() -> str:
 
 def _transformers_config(served: Path | Mapping[str, Any]) -> object:
     """The config as transformers has it, which comes with Megatron-Bridge."""
-    from transformers import AutoConfig  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-
+    configs = cast("_AutoConfig", importlib.import_module("transformers").AutoConfig)
     if isinstance(served, Path):
-        return AutoConfig.from_pretrained(str(served))
+        return configs.from_pretrained(str(served))
     said = dict(served)
-    return AutoConfig.for_model(said.pop("model_type", ""), **said)
+    return configs.for_model(said.pop("model_type", ""), **said)
