@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 import torch
 
 from weightbus.control.log import get_log
@@ -125,7 +124,7 @@ class LeftPart:
 
 def _bucket(tensors: tuple[TensorSpec, ...], places: dict[str, StoredTensor]) -> torch.Tensor:
     data = b"".join(part for spec in tensors for part in places[spec.name].read(_PIECE_BYTES))
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _head_dim(checkpoint: Path) -> int | None:
