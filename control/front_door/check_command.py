@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # both bring torch, for which neither the list of commands no
 
 _SHOWN: Final = 4
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
-_KINDS: Final = ("", "files", "megatron")
+_KINDS: Final = ("", "files", "exported", "megatron")
 _WHERE: Final = {
     "direct": "where the trainer runs on the server's host",
     "local": "where the trainer runs on the server's host",
@@ -49,8 +49,8 @@ class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
     source: Annotated[
         str,
         Meta(
-            description="how the trainer presents the model: files (FSDP2, a module, an exporter) or megatron; unset:"
-            " files where there are some"
+            description="how the trainer presents the model: files (FSDP2, a module), exported (Megatron-Bridge,"
+            " trainer-agent) or megatron; unset: files where there are some"
         ),
     ] = ""
     dtype: Annotated[str, Meta(description="the dtype= that the trainer's source is given; unset: none")] = ""
@@ -73,7 +73,7 @@ class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_url("server", self.server)
         if self.source not in _KINDS:
-            raise ValueError(f"source = {self.source!r}: files or megatron is expected")
+            raise ValueError(f"source = {self.source!r}: files, exported or megatron is expected")
 
 
 class ServerSide(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ class Sent(msgspec.Struct, frozen=True):
 
     model: str
     source: str
-    """How the trainer presents it: files or megatron."""
+    """How the trainer presents it: files, exported or megatron."""
     tensors: int
     bytes: int
     dtypes: dict[str, int]
@@ -254,6 +254,7 @@ def _ways(
     engine: Engine, served: Path, planned: PlannedVersion, settings: TrainerSettings
 ) -> Iterator[tuple[str, Way]]:
     """Every transport that the trainer's settings allow, in their order."""
+    from weightbus.dataplane.transports import registry as transports  # noqa: PLC0415
     from weightbus.engine_agent.errors import UnfitManifest  # noqa: PLC0415
 
     able, missing = engine.transports(), engine.missing_transports()
@@ -262,6 +263,11 @@ def _ways(
         name = kind.value
         if kind not in offered:
             yield name, Way(False, "the trainer names no checkpoint_dir", "set it to a folder that both sides see")
+        elif transports.by_name(kind).in_place and not planned.source.in_place:
+            yield (
+                name,
+                Way(False, "an exporter does not say where its tensors lie", "others carry buckets"),
+            )
         elif name not in able:
             limitation = missing[name]
             yield name, Way(False, limitation.found, limitation.needed)

@@ -22,7 +22,7 @@ from ..quantized import as_served
 from ..settings import TrainerSettings
 from ..source import SERVABLE_DTYPES, AssemblyFailed, UnsupportedModel, check_dtype
 from ..sources import CollectiveSource, SingleRank
-from ..sources.megatron import HFModel, hf_tensors
+from ..sources.megatron import HFModel, has_table, hf_tensors
 from .bucket_staging import VersionLayout
 
 _FLOATS: Final = frozenset(SERVABLE_DTYPES)
@@ -32,9 +32,16 @@ class SourceKind(enum.StrEnum):
     """How a trainer presents its model."""
 
     FILES = "files"
-    """By the names in the checkpoint's files: FSDP2, a plain module, an exporter, `weightbus trainer-agent`."""
+    """By the names in the checkpoint's files, from memory that engines can be given: FSDP2, a plain module."""
+    EXPORTED = "exported"
+    """By those names, tensor for tensor: an exporter such as Megatron-Bridge, `weightbus trainer-agent`."""
     MEGATRON = "megatron"
-    """By the family's table over the config: `MegatronSource`."""
+    """By the family's table over the config: `MegatronSource`. Without a table it is `EXPORTED`, by Megatron-Bridge."""
+
+    @property
+    def in_place(self) -> bool:
+        """True if the source says where its tensors lie, as `direct` and `sends` need it."""
+        return self is not SourceKind.EXPORTED
 
 
 class PlannedVersion(msgspec.Struct, frozen=True):
@@ -78,11 +85,13 @@ def planned_version(folder: Path, settings: TrainerSettings, kind: SourceKind | 
     """
     if dtype:
         check_dtype(dtype, "dtype")
-    found = None if kind is SourceKind.MEGATRON else _by_files(folder, settings, required=kind is SourceKind.FILES)
-    kind = SourceKind.MEGATRON if found is None else SourceKind.FILES
+    if kind is SourceKind.MEGATRON and not has_table(folders.read_config(folder, settings.hf_config_dir)):
+        kind = SourceKind.EXPORTED
+    found = None if kind is SourceKind.MEGATRON else _by_files(folder, settings, required=kind is not None)
+    kind = SourceKind.MEGATRON if found is None else kind or SourceKind.FILES
     model, tensors = found or _by_table(folder, settings, dtype)
     trained = tuple(spec for spec in tensors if not covering(settings.left, spec.name))
-    cast = dtype and kind is SourceKind.FILES
+    cast = dtype and kind is not SourceKind.MEGATRON
     sent = [msgspec.structs.replace(each, dtype=dtype) if cast and each.dtype in _FLOATS else each for each in trained]
     source = as_served(_PlannedSource(model, sent), settings)
     return PlannedVersion(VersionLayout.of(source, settings).manifest, kind, trained)

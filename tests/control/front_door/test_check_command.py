@@ -138,6 +138,21 @@ def test_a_config_is_enough_for_a_family_with_a_table(
     assert found["sent"] == {**by_files["sent"], "source": "megatron"}
 
 
+def test_an_exporter_gives_no_memory_in_place(
+    fake: FakeSGLang, served: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A family without a table goes through Megatron-Bridge, whatever the trainer's files are: buckets remain."""
+    assert check(capsys, fake.url, served, "--source=megatron")[1]["sent"]["source"] == "megatron"
+    config = json.loads((served / "config.json").read_text())
+    (served / "config.json").write_text(json.dumps({**config, "architectures": ["NoTableForCausalLM"]}))
+    fake.restart()
+    code, found = check(capsys, fake.url, served, "--source=megatron")
+    assert code == 0
+    assert found["sent"]["source"] == "exported"
+    assert "where its tensors lie" in found["transports"]["direct"]["reason"]
+    assert found["transports"]["local"]["fits"]
+
+
 def test_the_trainers_file_names_transports(
     fake: FakeSGLang, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

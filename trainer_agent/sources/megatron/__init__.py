@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .cpu_emulation import CONFIG as CONFIG, install as install
     from .hf_model import (
         HFModel as HFModel,
+        has_table as has_table,
         hf_tensors as hf_tensors,
         layer_mappings as layer_mappings,
     )

@@ -413,6 +413,11 @@ def named_architecture(config: Mapping[str, object]) -> str | None:
     return first if isinstance(first, str) else None
 
 
+def has_table(config: Mapping[str, object]) -> bool:
+    """Whether the model of ``config.json`` is of a family with a table; others go through Megatron-Bridge."""
+    return named_architecture(config) in FAMILIES
+
+
 def _architecture(config: Mapping[str, object]) -> str:
     first = named_architecture(config)
     if first is None or first not in FAMILIES:
