@@ -213,7 +213,7 @@ _KNOWN: Final = (
 _ADVICE: Final = "serve a checkpoint that is quantized so, or the plain one"
 
 _LINEAR: Final = re.compile(
-    r"(?!eh_proj$)(.*_proj|.*_proj_with_mqa|in_proj_qkvz?|[qkvo]|qkv|proj|wq_a|wq_b|wkv_a|wkv_b|wk|wq|wv|wo|w[123]|fc[123]?|linear\w*|dense\w*)"
+    r"(?!eh_proj$)(.*_proj|.*_proj_with_mqa|in_proj_(?:qkvz?|z)|[qkvo]|qkv|proj|wq_a|wq_b|wkv_a|wkv_b|wk|wq|wv|wo|w[123]|fc[123]?|linear\w*|dense\w*)"
 )
 """Last part of the names of modules that are linear layers, and that SGLang quantizes unless it is told not to.
 

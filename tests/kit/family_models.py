@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,12 @@ def start(layout: Layout, *, gloo: bool = False) -> None:
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
 
 
+def language_model(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model, in that of a multimodal one."""
+    hf = hf.get("thinker_config", hf)
+    return hf.get("text_config", hf)
+
+
 def _routing(hf: Mapping[str, Any]) -> dict[str, Any]:
     """What only some families say of their routers."""
     fields: dict[str, Any] = {}
@@ -57,12 +63,16 @@ def _routing(hf: Mapping[str, Any]) -> dict[str, Any]:
 _gelu_tanh = functools.partial(nn.functional.gelu, approximate="tanh")
 
 
+def _qkv_bias(architecture: str, hf: Mapping[str, Any]) -> bool:
+    return architecture[:5] in {"Qwen2", "MiMoF"} and hf.get("qkv_bias", True)
+
+
 def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **changes: object) -> Any:
     """The TransformerConfig of the model that `hf` describes."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     tiny = FAMILIES[family]
-    hf = hf.get("text_config", hf)
+    hf = language_model(hf)
     biases = bool(hf.get("mlp_bias"))
     heads = hf["num_attention_heads"]
     fields: dict[str, Any] = {
@@ -74,7 +84,7 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
         "num_query_groups": hf.get("num_key_value_heads", heads),
         "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
         "add_bias_linear": biases,
-        "add_qkv_bias": biases or bool(hf.get("attention_bias")) or tiny.architecture[:5] in {"Qwen2", "MiMoF"},
+        "add_qkv_bias": biases or bool(hf.get("attention_bias")) or _qkv_bias(tiny.architecture, hf),
         "gated_linear_unit": True,
         "activation_func": _gelu_tanh if "hidden_activation" in hf else nn.functional.silu,
         "normalization": "RMSNorm",
@@ -156,7 +166,7 @@ def _chunk(family: str, hf: Mapping[str, Any], layout: Layout, config: Any, vp_s
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs as specs
 
-    text = hf.get("text_config", hf)
+    text = language_model(hf)
     if config.experimental_attention_variant if hasattr(config, "experimental_attention_variant") else None:
         from megatron.core.models.gpt import experimental_attention_variant_module_specs as experimental
 
@@ -280,7 +290,7 @@ def load(family: str, hf: Mapping[str, Any], chunks: Sequence[nn.Module], tensor
         state = dict(chunk.named_parameters())
         state |= {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")}
         for local, parameter in state.items():
-            full = _whole(family, hf.get("text_config", hf), chunk, local, tensors)
+            full = _whole(family, language_model(hf), chunk, local, tensors)
             parameter.copy_(_part(local, parameter, full, wide=family in WIDE_NORMS))
 
 
@@ -337,7 +347,7 @@ def _whole(family: str, hf: Mapping[str, Any], chunk: Any, local: str, tensors: 
 
 def _predicted(family: str, hf: Mapping[str, Any], rest: str, tensors: Tensors) -> torch.Tensor:
     inner = re.match(r"(?:mtp_model_layer|transformer_layer)\.(.*)", rest)
-    mimo, qwen = family == "mimo", family == "qwen3_next"
+    mimo, qwen = family == "mimo", family.startswith(("qwen3_next", "qwen3_5"))
     prefix = "model.mtp_layers.0." if mimo else f"model.layers.{hf['num_hidden_layers']}."
     if inner:
         return _in_layer(family, hf, inner[1], "mtp.layers.0." if qwen else prefix, tensors)
@@ -424,15 +434,17 @@ def _in_layer(  # noqa: PLR0911  one for each kind of parameter
     if rest.startswith("self_attention.linear_qkv."):
         return _qkv(hf, *(get(f"self_attn.{part}_proj.{rest.rsplit('.', maxsplit=1)[-1]}") for part in "qkv"))
     if rest == "self_attention.in_proj.weight":
-        return _delta(hf, get("linear_attn.in_proj_qkvz.weight"), get("linear_attn.in_proj_ba.weight"))
+        return _delta(family, hf, get)
     if rest == "mlp.linear_fc1.weight" and family == "glm4":
         return get("mlp.gate_up_proj.weight")
     where, layer, kind = _mlp(
         rest, shared="mlp.shared_expert" if "shared_expert_intermediate_size" in hf else "mlp.shared_experts"
     )
-    if layer == "linear_fc2":
-        return get(f"{where}.down_proj.{kind}")
-    return torch.cat([get(f"{where}.gate_proj.{kind}"), get(f"{where}.up_proj.{kind}")])
+    stacked = tensors.get(f"{prefix}mlp.experts.{'down_proj' if layer == 'linear_fc2' else 'gate_up_proj'}")
+    if ".experts." in where and stacked is not None:
+        return stacked[int(where.rsplit(".", 1)[-1])]
+    parts = ("down",) if layer == "linear_fc2" else ("gate", "up")
+    return torch.cat([get(f"{where}.{part}_proj.{kind}") for part in parts])
 
 
 def _mlp(rest: str, shared: str) -> tuple[str, str, str]:
@@ -458,7 +470,10 @@ def _qkv(hf: Mapping[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return torch.cat([*parts, k.view(groups, -1, *tail), v.view(groups, -1, *tail)], 1).reshape(-1, *tail)
 
 
-def _delta(hf: Mapping[str, Any], qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
+def _delta(family: str, hf: Mapping[str, Any], get: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    if family.startswith("qwen3_5"):
+        return torch.cat([get(f"linear_attn.in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")])
+    qkvz, ba = get("linear_attn.in_proj_qkvz.weight"), get("linear_attn.in_proj_ba.weight")
     keys, each = hf["linear_num_key_heads"], hf["linear_num_value_heads"] // hf["linear_num_key_heads"]
     key, value = hf["linear_key_head_dim"], hf["linear_value_head_dim"] * each
     q, k, v, z = qkvz.view(keys, -1, qkvz.shape[1]).split([key, key, value, value], 1)

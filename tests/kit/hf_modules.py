@@ -19,6 +19,8 @@ from torch.distributed.checkpoint import save
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -35,6 +37,14 @@ from transformers import (
     NemotronHForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -73,6 +83,14 @@ LATENT = {
     "first_k_dense_replace": 1,
     "head_dim": 4,
 }
+DELTA = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 4,
+}
+VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16}
 
 MAMBA: dict[str, Any] = {
     **MOE,
@@ -107,6 +125,25 @@ def models() -> dict[str, nn.Module]:
             NemotronHConfig(**{name: size for name, size in SIZES.items() if name != "num_hidden_layers"}, **MAMBA)
         ),
         "olmo": OlmoForCausalLM(OlmoConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"})),
+        "qwen2 moe": Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(**SIZES, **MOE, num_experts=4, shared_expert_intermediate_size=8, qkv_bias=False)
+        ),
+        "deepseek v3.2": DeepseekV32ForCausalLM(
+            DeepseekV32Config(
+                **{**SIZES, **MOE, **LATENT},
+                n_routed_experts=4,
+                index_n_heads=2,
+                index_head_dim=8,
+                mlp_layer_types=["sparse", "dense"],
+            )
+        ),
+        "qwen3.5": Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **DELTA)),
+        "qwen3.5 with vision": Qwen3_5ForConditionalGeneration(
+            Qwen3_5Config(text_config={**SIZES, **DELTA}, vision_config=VISION)
+        ),
+        "qwen3.5 moe": Qwen3_5MoeForCausalLM(
+            Qwen3_5MoeTextConfig(**SIZES, **MOE, **DELTA, shared_expert_intermediate_size=8, num_experts=4)
+        ),
         "gpt oss": GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
     }
 

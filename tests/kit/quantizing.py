@@ -13,15 +13,16 @@ from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 
-FP8 = {
+FP8: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "modules_to_not_convert": ["eh_proj", "merging_layer"],  # of which names do not tell, and there are no files
 }  # fmt: skip
 
 
-def config(block: int) -> dict[str, Any]:
-    """The config of a checkpoint in FP8 with blocks that tiny models have several of."""
-    return {"quantization_config": {**FP8, "weight_block_size": [block, block]}}
+def config(block: int, *left: str) -> dict[str, Any]:
+    """The config of a checkpoint in FP8 with blocks that tiny models have several of; `left` is not quantized."""
+    kept = [*FP8["modules_to_not_convert"], *left]
+    return {"quantization_config": {**FP8, "weight_block_size": [block, block], "modules_to_not_convert": kept}}
 
 
 def whole(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:

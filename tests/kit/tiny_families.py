@@ -124,6 +124,15 @@ _QWEN_TOWER = {
     "out_hidden_size": 64,
     "deepstack_visual_indexes": [0],
 }
+_QWEN_VISION = {name: value for name, value in _QWEN_TOWER.items() if name != "deepstack_visual_indexes"}
+_EARS = {
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "d_model": 32,
+    "output_dim": 64,
+    "downsample_hidden_size": 16,
+}
 _TOWER = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -151,6 +160,8 @@ class Tiny(NamedTuple):
 
     vision: dict[str, Any] | None = None
     """Config of the vision tower of a multimodal model, of which the language model is served."""
+    beside: dict[str, Any] = {}  # noqa: RUF012
+    """Further fields of a multimodal model's config."""
 
     def built_by(self, core: int) -> bool:
         """This minor version of Megatron-core has the model."""
@@ -165,6 +176,25 @@ _SIGMOID = {
     "moe_layer_freq": [0, 1, 1, 1],
     "moe_router_dtype": "fp32",
 }
+
+_DELTA = {
+    **_SIZES,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+}
+_DELTA_EXPERTS = {**_DELTA, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 48}
+_DELTA_CORE: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+    "deterministic_mode": True,
+}
+_DELTA_CORE_EXPERTS = {**_MOE, **_DELTA_CORE, "moe_shared_expert_gate": True}
 
 FAMILIES: dict[str, Tiny] = {
     "llama": Tiny("LlamaForCausalLM", _SIZES),
@@ -184,6 +214,18 @@ FAMILIES: dict[str, Tiny] = {
             "mlp_only_layers": [1],
         },
         {**_MOE, "moe_shared_expert_gate": True, "moe_layer_freq": [1, 0, 1, 1]},
+    ),
+    "qwen2_moe_no_biases": Tiny(
+        "Qwen2MoeForCausalLM",
+        {
+            **_NO_HEAD_DIM,
+            **_EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 48,
+            "decoder_sparse_step": 1,
+            "qkv_bias": False,
+        },
+        {**_MOE, "moe_shared_expert_gate": True},
     ),
     "qwen3_moe": Tiny("Qwen3MoeForCausalLM", {**_SIZES, **_EXPERTS, "num_experts": 4, "decoder_sparse_step": 1}, _MOE),
     "glm4": Tiny(
@@ -218,6 +260,34 @@ FAMILIES: dict[str, Tiny] = {
         {**_DEEPSEEK, "n_shared_experts": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
         _SIGMOID,
     ),
+    "kimi_k25": Tiny(
+        "KimiK25ForConditionalGeneration",
+        {**_DEEPSEEK, "n_shared_experts": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
+        _SIGMOID,
+        made_as="Kimi_K25ForConditionalGeneration",
+        vision=_TOWER,
+        beside={"projection_hidden_size": 32},
+    ),
+    # Of layers that the config names one by one; transformers rotates halves in its indexer, and pairs elsewhere.
+    "deepseek_v32": Tiny(
+        "DeepseekV32ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "index_n_heads": 4,
+            "index_head_dim": 16,
+            "index_topk": 4,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        },
+        {
+            **_SIGMOID,
+            "moe_layer_freq": [0, 1, 0, 1],
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_rotate_activation": False,
+            "dsa_indexer_rope_interleaved": False,
+            "dsa_indexer_k_norm_epsilon": 1e-6,
+        },
+        core_from=19,
+    ),
     "glm5": Tiny(
         "GlmMoeDsaForCausalLM",
         {**_DEEPSEEK, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4, "num_nextn_predict_layers": 1},
@@ -242,31 +312,31 @@ FAMILIES: dict[str, Tiny] = {
         {**_SIZES, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
         {**_SIGMOID, "moe_layer_freq": 1},
     ),
-    "qwen3_next": Tiny(
-        "Qwen3NextForCausalLM",
-        {
-            **_SIZES,
-            **_EXPERTS,
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 48,
-            "linear_num_key_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_num_value_heads": 8,
-            "linear_value_head_dim": 8,
-            "linear_conv_kernel_dim": 4,
-            "partial_rotary_factor": 0.25,
-        },
-        {
-            **_MOE,
-            "moe_shared_expert_gate": True,
-            "experimental_attention_variant": "gated_delta_net",
-            "linear_attention_freq": 4,
-            "attention_output_gate": True,
-            "layernorm_zero_centered_gamma": True,
-            "deterministic_mode": True,
-        },
+    "qwen3_next": Tiny("Qwen3NextForCausalLM", _DELTA_EXPERTS, _DELTA_CORE_EXPERTS, predictions=1, core_from=19),
+    "qwen3_5": Tiny("Qwen3_5ForCausalLM", _DELTA, _DELTA_CORE, predictions=1, core_from=19),
+    "qwen3_5_vl": Tiny(
+        "Qwen3_5ForConditionalGeneration",
+        {**_DELTA, "tie_word_embeddings": True},
+        _DELTA_CORE,
+        core_from=19,
+        vision=_QWEN_VISION,
+    ),
+    "qwen3_5_moe": Tiny("Qwen3_5MoeForCausalLM", _DELTA_EXPERTS, _DELTA_CORE_EXPERTS, predictions=1, core_from=19),
+    "qwen3_5_moe_vl": Tiny(
+        "Qwen3_5MoeForConditionalGeneration",
+        _DELTA_EXPERTS,
+        _DELTA_CORE_EXPERTS,
         predictions=1,
         core_from=19,
+        vision=_QWEN_VISION,
+    ),
+    "qwen3_omni": Tiny(
+        "Qwen3OmniMoeForConditionalGeneration",
+        {**_SIZES, **_EXPERTS, "num_experts": 4, "decoder_sparse_step": 1},
+        _MOE,
+        made_as="Qwen3OmniMoeThinkerForConditionalGeneration",
+        vision=_QWEN_TOWER,
+        beside={"audio_config": _EARS},
     ),
     "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", _SIZES, vision=_QWEN_TOWER),
     "mistral": Tiny("MistralForCausalLM", _SIZES),
@@ -300,7 +370,10 @@ FAMILIES: dict[str, Tiny] = {
     ),
 }
 
-TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
+TOWERS = (
+    *("model.visual.", "vision_tower.", "multi_modal_projector.", "mm_projector.", "model.mm_projector."),
+    *("thinker.visual.", "thinker.audio_tower."),
+)
 """Tensors of multimodal models beside the language model."""
 
 
@@ -315,10 +388,11 @@ def predicted_tensors(family: str, config: dict[str, Any]) -> dict[str, str]:
     Transformers has no module for them. An empty value stands for a norm, ``+`` for the projection of both inputs.
     """
     last = config["num_hidden_layers"] - 1
-    if family == "qwen3_next":
+    if family.startswith(("qwen3_next", "qwen3_5")):
         outside = {"pre_fc_norm_embedding": "", "pre_fc_norm_hidden": "", "norm": "", "fc": "+"}
+        body = "model." if FAMILIES[family].vision is None else "model.language_model."
         return {f"mtp.{name}.weight": like for name, like in outside.items()} | {
-            "mtp.layers.0.": f"model.layers.{last}."
+            "mtp.layers.0.": f"{body}layers.{last}."
         }
     if family == "mimo":
         names = {"token_layernorm": "", "hidden_layernorm": "", "final_layernorm": "", "input_proj": "+"}

@@ -96,7 +96,7 @@ class Tensors:
     @classmethod
     def parse(cls, config: Mapping[str, object], dtype: str | None = None) -> Tensors:
         """Of a Hugging Face ``config.json``. Raises `UnsupportedModel`, `LayoutMismatch` or `FleetError`."""
-        model = HFModel.parse(config)
+        model = HFModel.parse(config, ("experts one by one",))
         named = dtype or model.dtype or "bfloat16"
         if named not in ITEM_BYTES:
             raise FleetError(f"dtype {named!r} is none that is known: give one of {', '.join(ITEM_BYTES)}")

@@ -8,7 +8,7 @@ layers are counted from 0 in every pipeline chunk, experts from 0 on every exper
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, cast
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from weightbus.dataplane.tensors import Left, LeftReason, TensorSpec, shortest_prefixes
 
 from ...source import SERVABLE_DTYPES, LayoutMismatch, UnsupportedModel
-from .model_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, Family, Prediction, Rules
+from .model_families import EMBEDDING, FAMILIES, FINAL_NORM, OUTPUT, UNSAID, Family, Prediction, Rules
 from .parameter_mapping import Fusion, MappingRule, MappingTarget, Norm, TensorCut
 
 MOST_LAYERS: Final = 4096
@@ -75,8 +75,12 @@ class HFModel(msgspec.Struct, frozen=True):
     """Settings of the config that change the model's computation, but no name and no shape, by the config's keys."""
 
     @classmethod
-    def parse(cls, config: Mapping[str, object]) -> HFModel:
-        """Read a Hugging Face ``config.json``. Raises `UnsupportedModel` or `LayoutMismatch`."""
+    def parse(cls, config: Mapping[str, object], names: Collection[str] = ()) -> HFModel:
+        """Read a Hugging Face ``config.json``. Raises `UnsupportedModel` or `LayoutMismatch`.
+
+        `names` are the tensors of the served checkpoint where it is at hand: whether a tensor holds one expert or all
+        of a layer's is seen there alone. Without it, the family's releases decide.
+        """
         architecture = _architecture(config)
         family = FAMILIES[architecture]
         fields = _Fields(config, family)
@@ -86,7 +90,8 @@ class HFModel(msgspec.Struct, frozen=True):
         switches |= {"tied"} if fields.top("tie_word_embeddings", family.tied) else set()
         switches |= {"q_lora"} if "q_lora" in sizes else set()
         switches |= {"shared_experts"} if "shared_ffn" in sizes else set()
-        predicted = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_layers")
+        switches |= _stacked(config, family, names)
+        predicted = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_layers", "mtp_num_hidden_layers")
         return cls(
             architecture=architecture,
             sizes=sizes,
@@ -128,10 +133,11 @@ class HFModel(msgspec.Struct, frozen=True):
 
     def spec(self, target: MappingTarget, prefix: str, dtype: str, expert: int | None = None) -> TensorSpec:
         """The Hugging Face tensor of `target` below `prefix`."""
+        of_one = tuple(self.sizes[size] for size in target.shape)
         return TensorSpec(
             name=prefix + self.rename(target.name).replace("{e}", str(expert)),
             dtype=target.dtype or dtype,
-            shape=tuple(self.sizes[size] for size in target.shape),
+            shape=(self.sizes["experts"], *of_one) if target.stacked else of_one,
         )
 
     def rename(self, name: str) -> str:
@@ -160,7 +166,9 @@ def decoder_layer(model: HFModel, index: int) -> LayerMapping:
 def prediction_layer(model: HFModel, index: int) -> LayerMapping:
     """The transformer layer of multi-token prediction layer `index`: it is of the kind of the last layer."""
     prediction = _prediction(model)
-    return LayerMapping(model.rules_of(model.layers[-1]), _numbered(prediction.layer, model, index))
+    kept = set(model.switches) - {"stacked"} | ({"stacked"} if "stacked_predictions" in model.switches else set())
+    of_layer = msgspec.structs.replace(model, switches=tuple(sorted(kept)))
+    return LayerMapping(of_layer.rules_of(model.layers[-1]), _numbered(prediction.layer, model, index))
 
 
 def prediction_parts(model: HFModel, index: int) -> LayerMapping:
@@ -265,7 +273,9 @@ class _Fields:
     """A Hugging Face config, read with errors that name the wrong field."""
 
     def __init__(self, config: Mapping[str, object], family: Family) -> None:
-        inner = config if family.section is None else config.get(family.section)
+        inner: object = config
+        for key in family.section.split(".") if family.section else ():
+            inner = cast("Mapping[str, object]", inner).get(key) if isinstance(inner, Mapping) else None
         if not isinstance(inner, Mapping):
             raise LayoutMismatch(f"the Hugging Face config has no {family.section!r}, where its language model is")
         self._whole = config
@@ -281,7 +291,7 @@ class _Fields:
         return self.get(key, default) if value is None else value
 
     def switch(self, value: bool | str) -> bool:
-        return bool(self.get(value, False)) if isinstance(value, str) else value
+        return bool(self.get(value, value in UNSAID)) if isinstance(value, str) else value
 
     def compute_settings(self) -> dict[str, ConfigValue]:
         """Settings that change the model's computation, by the config's keys."""
@@ -351,6 +361,8 @@ def _sizes(fields: _Fields, family: Family, *, dense: bool) -> dict[str, int]:
         "attended": heads * size["head_dim"],
         "key": size["groups"] * size["head_dim"],
     }
+    if "expert_ffn" in size:
+        size["expert_gate_and_up"] = 2 * size["expert_ffn"]
     if "ffn" in size:
         size["gate_and_up"] = 2 * size["ffn"]
     if "kv_lora" in size:
@@ -381,6 +393,14 @@ def _shared_experts(fields: _Fields, size: Mapping[str, int]) -> dict[str, int]:
     return {}
 
 
+def _stacked(config: Mapping[str, object], family: Family, names: Collection[str]) -> set[str]:
+    """The switches of experts that are one tensor, in the decoder and, which may differ, in prediction layers."""
+    found = {name.startswith("mtp.") for name in names if name.endswith(".experts.gate_up_proj")}
+    if not names:
+        found = {False} if family.stacked and not config.get("quantization_config") else found
+    return {"stacked_predictions" if predicted else "stacked" for predicted in found}
+
+
 def _layers(fields: _Fields, family: Family) -> Iterator[LayerKind]:
     kinds = fields.flags("layer_types")
     count, every = fields.size("num_hidden_layers"), fields.size("full_attention_interval", 4)
@@ -389,6 +409,7 @@ def _layers(fields: _Fields, family: Family) -> Iterator[LayerKind]:
             f"the Hugging Face config says num_hidden_layers={count}: {MOST_LAYERS} at most are served"
         )
     frequency = fields.flags("moe_layer_freq")
+    types = fields.flags("mlp_layer_types")
     dense_first = fields.first(("first_k_dense_replace",), 0)
     step = fields.first(("decoder_sparse_step",), 1)
     dense = fields.flags("mlp_only_layers") or ()
@@ -397,7 +418,9 @@ def _layers(fields: _Fields, family: Family) -> Iterator[LayerKind]:
             linear = kinds[index] == "linear_attention"
         else:
             linear = bool((index + 1) % every)
-        if frequency is not None and index < len(frequency):
+        if types is not None and index < len(types):
+            sparse = types[index] == "sparse"
+        elif frequency is not None and index < len(frequency):
             sparse = bool(frequency[index])
         else:
             sparse = index >= dense_first and index not in dense and step > 0 and (index + 1) % step == 0
@@ -528,7 +551,7 @@ def _within(place: LayerMapping, local: str, prefix: str, expert_of: Callable[[i
         return None
     index = None if expert is None else expert_of(expert)
     # An expert's parameter is named with its index, and nothing else is.
-    if (index is None) != ("{e}" not in rule.targets[0].name):
+    if (index is not None) != rule.of_expert:
         return None
     shown = prefix + name if index is None else f"{prefix}{name} of expert {index}"
     return ParameterMatch(rule, place.prefix, index, shown)

@@ -18,7 +18,7 @@ state is read only for a model that carries no groups.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Protocol, Self, cast
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.tensors import Shard, Shards, stored_tensors
 
 from ...assembly import DTYPES, unreadable_reason
@@ -172,11 +173,6 @@ def folder_of(config: Path | str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _has_files(config: Path | str | Mapping[str, object]) -> bool:
-    """Whether the checkpoint's own files are beside its config: they tell which prediction layers it has."""
-    return not isinstance(config, Mapping) and bool(stored_tensors(folder_of(config)))
-
-
 def describe_chunks(
     model_chunks: nn.Module | Sequence[nn.Module],
     hf_config: Path | str | Mapping[str, object],
@@ -186,7 +182,8 @@ def describe_chunks(
     vocab_divisible_by: int | None = None,
 ) -> RankShards:
     """Find and check every parameter of a rank. Raises a `SourceError` for a parameter that cannot be served."""
-    described = HFModel.parse(_read_config(hf_config))
+    stored = stored_names(hf_config)
+    described = HFModel.parse(_read_config(hf_config), stored)
     chunks = [ModelChunk(chunk, described) for chunk in chunks_of(model_chunks)]
     if not chunks:
         raise UnsupportedModel("no model chunks: pass the model of this rank")
@@ -217,7 +214,7 @@ def describe_chunks(
     }
     return RankShards(
         model=model.architecture,
-        left=() if _has_files(hf_config) else untrained(described, (spec.name for spec in tensors)),
+        left=() if stored else untrained(described, (spec.name for spec in tensors)),
         tensors=tensors,
         shards=Shards.of(tensors, rows, holder),
         parameters=parameters,
@@ -266,7 +263,7 @@ def _shards(
     specs = [model.spec(target, place.prefix, dtype, place.expert) for target in targets]
     shifts = [model.shift_of(target, zero_centred=chunk.zero_centred) for target in targets]
     share = chunk.groups.tensor if place.expert is None else chunk.groups.expert_tensor
-    return shards_of(place.rule, local, specs, shifts, sizes=model.sizes, share=share)
+    return shards_of(place.rule, local, specs, shifts, sizes=model.sizes, share=share, expert=place.expert)
 
 
 def _served_dtype(wanted: torch.dtype | None, model: HFModel, parameters: Sequence[torch.Tensor]) -> str:
@@ -302,6 +299,16 @@ def _read_config(source: Path | str | Mapping[str, object]) -> Mapping[str, obje
     if not isinstance(content, dict):
         raise LayoutMismatch(f"{path}: a JSON object is expected, found {type(content).__name__}")
     return cast("dict[str, object]", content)
+
+
+def stored_names(source: Path | str | Mapping[str, object]) -> Collection[str]:
+    """Names of the tensors in the checkpoint of a config; none where only the config is at hand."""
+    if isinstance(source, Mapping):
+        return ()
+    try:
+        return stored_tensors(folder_of(source)).keys()
+    except ManifestError as error:
+        raise LayoutMismatch(str(error)) from error
 
 
 def roots_of(layouts: Sequence[RankLayout], shards: Shards) -> tuple[int, ...]:
@@ -397,8 +404,11 @@ class ModelChunk:
         """Raises `UnsupportedModel` or `LayoutMismatch` for a model that is not the served one."""
         *_, self._outer = _wrappers(wrapped)
         inside = model.family.megatron_prefix.removesuffix(".")
-        inner = getattr(self._outer, inside, self._outer) if inside else self._outer
-        self._module = cast("nn.Module", inner)
+        inner: object = self._outer
+        for part in inside.split(".") if inside else ():
+            inner = getattr(inner, part, None)
+        # The language model may be trained by itself.
+        self._module = inner if isinstance(inner, nn.Module) else self._outer
         config: object = getattr(self._module, "config", None)
         predicted = getattr(config, "mtp_num_layers", None) or 0
         if predicted not in {0, model.predictions}:

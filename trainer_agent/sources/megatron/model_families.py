@@ -2,7 +2,8 @@
 
 A row of a block names a Megatron-core parameter below its layer (``decoder.layers.N.``), with local and Transformer
 Engine names side by side, and the Hugging Face tensors below theirs (``model.layers.N.``). Experts have ``{e}`` for
-their index. Shapes are in names of sizes, which hf_model.py reads from the config.
+their index, or ``[e]`` behind the name of a tensor that holds all of them. Shapes are in names of sizes, which
+hf_model.py reads from the config.
 
 To add a family:
 
@@ -39,7 +40,10 @@ def _rule(
 ) -> MappingRule:
     """A row: alternative names of the parameter, and its tensors, each as ``name: sizes of its axes``."""
     targets = (each.partition(": ") for each in served.split(", "))
-    tensors = (MappingTarget(name, tuple(sizes.split()), norm, dtype) for name, _, sizes in targets)
+    tensors = (
+        MappingTarget(name.removesuffix("[e]"), tuple(sizes.split()), norm, dtype, stacked=name.endswith("[e]"))
+        for name, _, sizes in targets
+    )
     return MappingRule(tuple(trained.split()), tuple(tensors), cut, fusion, when)
 
 
@@ -146,6 +150,24 @@ SPARSE_INDEXER: Final[Rules] = (
     _rule(f"{_INDEXER}.k_norm.bias", "self_attn.indexer.k_norm.bias: indexer_dim"),
     _rule(f"{_INDEXER}.linear_weights_proj.weight", "self_attn.indexer.weights_proj.weight: indexer_heads hidden"),
 )
+
+
+def _delta_rest(kept: str | None = None) -> Rules:
+    """A gated delta net behind its first projection; `kept` is the dtype of decay and norm, if it is their own."""
+    return (
+        _rule(
+            "self_attention.conv1d.weight",
+            "linear_attn.conv1d.weight: delta_channels one delta_kernel",
+            _ROWS,
+            Fusion.DELTA_CONVOLUTION,
+        ),
+        _rule("self_attention.A_log", "linear_attn.A_log: delta_values", _ROWS, dtype=kept),
+        _rule("self_attention.dt_bias", "linear_attn.dt_bias: delta_values", _ROWS),
+        _rule("self_attention.out_norm.weight", "linear_attn.norm.weight: delta_value_dim", norm=Norm.ONE, dtype=kept),
+        _rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight: hidden delta_attended", _COLUMNS),
+    )
+
+
 DELTA_NET: Final[Rules] = (
     _rule(
         "self_attention.in_proj.weight",
@@ -153,17 +175,19 @@ DELTA_NET: Final[Rules] = (
         _ROWS,
         Fusion.DELTA_IN,
     ),
-    _rule(
-        "self_attention.conv1d.weight",
-        "linear_attn.conv1d.weight: delta_channels one delta_kernel",
-        _ROWS,
-        Fusion.DELTA_CONVOLUTION,
-    ),
-    _rule("self_attention.A_log", "linear_attn.A_log: delta_values", _ROWS),
-    _rule("self_attention.dt_bias", "linear_attn.dt_bias: delta_values", _ROWS),
-    _rule("self_attention.out_norm.weight", "linear_attn.norm.weight: delta_value_dim", norm=Norm.ONE),
-    _rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight: hidden delta_attended", _COLUMNS),
+    *_delta_rest(),
 )
+PLAIN_DELTA_NET: Final[Rules] = (
+    _rule(
+        "self_attention.in_proj.weight",
+        "linear_attn.in_proj_qkv.weight: delta_channels hidden, linear_attn.in_proj_z.weight: delta_attended hidden, "
+        "linear_attn.in_proj_b.weight: delta_values hidden, linear_attn.in_proj_a.weight: delta_values hidden",
+        _ROWS,
+        Fusion.DELTA_IN_PLAIN,
+    ),
+    *_delta_rest("float32"),
+)
+"""Qwen3.5's, whose releases keep decay and norm in single precision."""
 
 
 def _gated(trained: str, served: str, size: str, when: str | None = None) -> Rules:
@@ -197,6 +221,19 @@ ROUTED_EXPERTS: Final[Rules] = (
     *_gated("mlp.experts", "mlp.experts.{e}", "expert_ffn"),
 )
 """Experts go by one name, sequential or grouped; `match_parameter` takes their indexes out of their names."""
+STACKABLE_EXPERTS: Final[Rules] = (
+    _rule("mlp.router.weight", "mlp.gate.weight: experts hidden"),
+    *_gated("mlp.experts", "mlp.experts.{e}", "expert_ffn", "not stacked"),
+    _rule(
+        "mlp.experts.linear_fc1.weight",
+        "mlp.experts.gate_up_proj[e]: expert_gate_and_up hidden",
+        _ROWS,
+        Fusion.GATED,
+        when="stacked",
+    ),
+    _rule("mlp.experts.linear_fc2.weight", "mlp.experts.down_proj[e]: hidden expert_ffn", _COLUMNS, when="stacked"),
+)
+"""One by one, or all experts of a layer in one tensor: checkpoints of one architecture do either."""
 ROUTER_BIAS: Final[Rules] = (
     # Kept in single precision by Megatron and by engines, whatever the model is served in.
     _rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias: experts", dtype="float32"),
@@ -221,6 +258,10 @@ class Prediction(msgspec.Struct, frozen=True):
     """The projection takes the hidden state first, and Megatron's the embedding."""
 
 
+UNSAID: Final = frozenset({"qkv_bias"})
+"""Keys of switches that are on where a config does not have them; others are off."""
+
+
 class Family(msgspec.Struct, frozen=True):
     """The properties that distinguish one family of decoders."""
 
@@ -231,6 +272,7 @@ class Family(msgspec.Struct, frozen=True):
     """The MLP of layers with experts; none if there are no such layers."""
     norms: Rules = NORMS
     switches: dict[str, bool | str] = {}
+    """True, False, or the key of the config that decides; see `UNSAID`."""
     keys: dict[str, str] = {}
     """Size -> config key, where it is not the usual one."""
     renames: tuple[tuple[str, str], ...] = ()
@@ -243,7 +285,7 @@ class Family(msgspec.Struct, frozen=True):
     tied: bool = False
     """Embedding and output layer are one where the config does not say (``tie_word_embeddings``)."""
     section: str | None = None
-    """Key of the language model's config in that of a multimodal model."""
+    """Key of the language model's config in that of a multimodal model; keys of several levels are parted by dots."""
     megatron_prefix: str = ""
     """Prefix of Megatron's language model in a multimodal model."""
     left_out: tuple[str, ...] = ()
@@ -256,6 +298,8 @@ class Family(msgspec.Struct, frozen=True):
     """Rotary embeddings rotate adjacent pairs, not halves."""
     variant: str | None = None
     """Megatron's name of an experimental attention; None for others."""
+    stacked: bool = False
+    """Released checkpoints hold a layer's experts in one tensor, unless they are quantized; see `STACKABLE_EXPERTS`."""
     scores: str = "softmax"
     """Score function of the router, where the config names none (``scoring_func``)."""
 
@@ -289,13 +333,58 @@ _GEMMA3: Final = Family(
 _OLMO2: Final = Family(
     attention=(*ATTENTION, *WIDE_HEAD_NORMS), norms=OLMO_NORMS, switches={**_BIASED, "qk_norm": True}
 )
+_SPARSE_ATTENTION: Final = msgspec.structs.replace(
+    _DEEPSEEK_V3, attention=(*LATENT_ATTENTION, *SPARSE_INDEXER), variant="dsa"
+)
+_KIMI_K25: Final = msgspec.structs.replace(
+    _DEEPSEEK_V3,
+    body="language_model.model.",
+    head="language_model.",
+    section="text_config",
+    megatron_prefix="language_model.",
+    left_out=("vision_tower.", "mm_projector."),
+    prediction=None,
+)
+_QWEN3_NEXT: Final = Family(
+    attention=(*GATED_ATTENTION, *HEAD_NORMS),
+    linear_attention=DELTA_NET,
+    experts=(*ROUTED_EXPERTS, *GATED_SHARED_EXPERT),
+    switches={"qk_norm": True, "output_gate": True, "shared_expert_gate": True},
+    prediction=Prediction(
+        layer="mtp.layers.{i}.",
+        embedding_norm="mtp.pre_fc_norm_embedding.weight",
+        hidden_norm="mtp.pre_fc_norm_hidden.weight",
+        projection="mtp.fc.weight",
+        norm="mtp.norm.weight",
+    ),
+    zero_centred=True,
+    variant="gated_delta_net",
+)
+_QWEN3_5_MOE: Final = msgspec.structs.replace(
+    _QWEN3_NEXT, linear_attention=PLAIN_DELTA_NET, experts=(*STACKABLE_EXPERTS, *GATED_SHARED_EXPERT)
+)
+_QWEN3_5: Final = msgspec.structs.replace(_QWEN3_5_MOE, experts=(), switches={"qk_norm": True, "output_gate": True})
+
+
+def _of_several_inputs(family: Family, *, stacked: bool = False) -> Family:
+    """The family as the language model of a multimodal one, as Qwen's are built."""
+    return msgspec.structs.replace(
+        family,
+        body="model.language_model.",
+        section="text_config",
+        megatron_prefix="language_model.",
+        left_out=("vision_model.",),
+        stacked=stacked,
+    )
+
 
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": Family(switches={**_BIASED, "mlp_bias": "mlp_bias"}),
     "Qwen2ForCausalLM": Family(switches={"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(attention=(*ATTENTION, *HEAD_NORMS), switches={**_BIASED, "qk_norm": True}),
     "Qwen2MoeForCausalLM": Family(
-        experts=(*ROUTED_EXPERTS, *GATED_SHARED_EXPERT), switches={"qkv_bias": True, "shared_expert_gate": True}
+        experts=(*ROUTED_EXPERTS, *GATED_SHARED_EXPERT),
+        switches={"qkv_bias": "qkv_bias", "shared_expert_gate": True},
     ),
     "Qwen3MoeForCausalLM": Family(
         attention=(*ATTENTION, *HEAD_NORMS), experts=ROUTED_EXPERTS, switches={**_BIASED, "qk_norm": True}
@@ -315,9 +404,10 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,  # Kimi-K2 names this architecture, too
     "KimiK2ForCausalLM": _DEEPSEEK_V3,
-    "GlmMoeDsaForCausalLM": msgspec.structs.replace(
-        _DEEPSEEK_V3, attention=(*LATENT_ATTENTION, *SPARSE_INDEXER), variant="dsa"
-    ),
+    "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
+    "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,  # as transformers calls it; the first is of the remote code
     "MiMoForCausalLM": Family(
         switches={"qkv_bias": True},
         prediction=Prediction(
@@ -343,28 +433,23 @@ FAMILIES: Final[dict[str, Family]] = {
             (".up_proj.", ".w3."),
         ),
     ),
-    "Qwen3NextForCausalLM": Family(
-        attention=(*GATED_ATTENTION, *HEAD_NORMS),
-        linear_attention=DELTA_NET,
-        experts=(*ROUTED_EXPERTS, *GATED_SHARED_EXPERT),
-        switches={"qk_norm": True, "output_gate": True, "shared_expert_gate": True},
-        prediction=Prediction(
-            layer="mtp.layers.{i}.",
-            embedding_norm="mtp.pre_fc_norm_embedding.weight",
-            hidden_norm="mtp.pre_fc_norm_hidden.weight",
-            projection="mtp.fc.weight",
-            norm="mtp.norm.weight",
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _of_several_inputs(_QWEN3_5),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _of_several_inputs(_QWEN3_5_MOE, stacked=True),
+    "Qwen3OmniMoeForConditionalGeneration": msgspec.structs.replace(
+        _of_several_inputs(
+            Family(attention=(*ATTENTION, *HEAD_NORMS), experts=ROUTED_EXPERTS, switches={**_BIASED, "qk_norm": True})
         ),
-        zero_centred=True,
-        variant="gated_delta_net",
+        body="thinker.model.",
+        head="thinker.",
+        section="thinker_config.text_config",
+        megatron_prefix="thinker.language_model.",
+        left_out=("thinker.visual.", "thinker.audio_model.", "talker.", "code2wav."),
     ),
-    "Qwen3VLForConditionalGeneration": Family(
-        attention=(*ATTENTION, *HEAD_NORMS),
-        switches={**_BIASED, "qk_norm": True},
-        body="model.language_model.",
-        section="text_config",
-        megatron_prefix="language_model.",
-        left_out=("vision_model.",),
+    "Qwen3VLForConditionalGeneration": _of_several_inputs(
+        Family(attention=(*ATTENTION, *HEAD_NORMS), switches={**_BIASED, "qk_norm": True})
     ),
     "MistralForCausalLM": Family(),
     "MinistralForCausalLM": Family(),

@@ -46,6 +46,8 @@ class MappingTarget(msgspec.Struct, frozen=True):
     norm: Norm = Norm.NOT
     dtype: str | None = None
     """None for the model's dtype."""
+    stacked: bool = False
+    """The tensor holds all experts, along a first axis that `shape` leaves out; a parameter holds one of them."""
 
 
 class Fusion(enum.Enum):
@@ -63,6 +65,8 @@ class Fusion(enum.Enum):
     """Two sections: all rows of gate, all of up. Served as two tensors or, one above the other, as one."""
     DELTA_IN = enum.auto()
     """Six sections: q, k, v, z, b and a of a gated delta net, served by key head in two tensors, qkvz and ba."""
+    DELTA_IN_PLAIN = enum.auto()
+    """As DELTA_IN, served in four tensors: q, k and v one above the other, z, b, a."""
     DELTA_CONVOLUTION = enum.auto()
     """Three sections of one tensor: the channels of q, of k and of v."""
     SWAPPED_HALVES = enum.auto()
@@ -92,6 +96,11 @@ class MappingRule(msgspec.Struct, frozen=True):
     fusion: Fusion = Fusion.PLAIN
     when: str | None = None
     """Switch of the model that must be on, or off with the prefix ``not ``; None for a rule that always applies."""
+
+    @property
+    def of_expert(self) -> bool:
+        """True for a parameter that each expert has."""
+        return self.targets[0].stacked or "{e}" in self.targets[0].name
 
 
 class ParallelRank(msgspec.Struct, frozen=True):
@@ -125,12 +134,19 @@ def shards_of(
     *,
     sizes: Mapping[str, int],
     share: ParallelRank,
+    expert: int | None = None,
 ) -> Iterator[Shard]:
     """The shards of Hugging Face tensors in `local`, one rank's part of a parameter.
 
     `served` are the rule's tensors, in its order; `shifts` are the numbers added to their values; `sizes` are the
-    model's. Raises `LayoutMismatch` unless `local` has the shape that their sizes give.
+    model's; `expert` is the index of the parameter's expert, if it has one. Raises `LayoutMismatch` unless `local` has
+    the shape that their sizes give.
     """
+    if expert is not None and rule.targets[0].stacked:
+        of_one = [msgspec.structs.replace(spec, shape=spec.shape[1:]) for spec in served]
+        for shard in shards_of(rule, local, of_one, shifts, sizes=sizes, share=share):
+            yield _stacked(shard, expert, local)
+        return
     rows = [spec.shape[0] for spec in served]
     sections = _sections(rule.fusion, rows, sizes)
     full = sum(map(total_length, sections))
@@ -161,6 +177,13 @@ def _shard(
         offset += column_at * local.strides[1]
     box = Box(tuple(start), tuple(stop))
     return Shard(spec.name, box, local.dtype, ShardView(local.storage, offset, local.strides), shift)
+
+
+def _stacked(shard: Shard, expert: int, local: LocalParameter) -> Shard:
+    """The shard of one expert's tensor, in the tensor that holds all experts."""
+    box = Box((expert, *shard.box.start), (expert + 1, *shard.box.stop))
+    strides = (local.shape[0] * local.strides[0], *shard.view.strides)
+    return msgspec.structs.replace(shard, box=box, view=msgspec.structs.replace(shard.view, strides=strides))
 
 
 def _columns(rule: MappingRule, width: int, share: ParallelRank) -> Iterator[tuple[int, int, int]]:
@@ -211,9 +234,10 @@ def _sections(fusion: Fusion, rows: Sequence[int], sizes: Mapping[str, int]) -> 
         return [concatenate(_qkv(sizes, gated=fusion is Fusion.GATED_QKV))]
     if fusion is Fusion.DELTA_IN:
         return list(_delta_in(sizes))
-    if fusion is Fusion.DELTA_CONVOLUTION:
+    if fusion in {Fusion.DELTA_IN_PLAIN, Fusion.DELTA_CONVOLUTION}:
         key, value = (sizes[f"delta_{each}s"] * sizes[f"delta_{each}_dim"] for each in ("key", "value"))
-        return [(RowRun(0, key),), (RowRun(key, key),), (RowRun(2 * key, value),)]
+        qkv: list[_Section] = [(RowRun(0, key),), (RowRun(key, key),), (RowRun(2 * key, value),)]
+        return [*qkv, *((RowRun(0, size, tensor=tensor),) for tensor, size in enumerate(rows) if tensor)]
     if fusion is Fusion.GATED:
         if len(rows) == 1:
             half = rows[0] // 2

@@ -20,6 +20,8 @@ QWEN3 = {
     "torch_dtype": "bfloat16",
 }
 
+MOE = {"num_experts": 2, "moe_intermediate_size": 4}
+
 
 def names(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in hf_tensors(HFModel.parse(config), "bfloat16")}
@@ -61,9 +63,11 @@ def test_a_tied_model_has_no_head() -> None:
         ("LlamaForCausalLM", {"mlp_bias": True}, {"gate", "up", "down"}),
         ("Qwen2ForCausalLM", {}, {"q", "k", "v"}),
         ("Qwen3ForCausalLM", {"attention_bias": True}, {"q", "k", "v", "o"}),
+        ("Qwen2MoeForCausalLM", MOE, {"q", "k", "v"}),
+        ("Qwen2MoeForCausalLM", MOE | {"qkv_bias": False}, set()),
     ],
 )
-def test_biases_are_the_familys(architecture: str, switches: dict[str, bool], biased: set[str]) -> None:
+def test_biases_are_the_familys(architecture: str, switches: dict[str, object], biased: set[str]) -> None:
     """Each family has the biases that its modelling code in transformers has."""
     found = names(QWEN3 | switches | {"architectures": [architecture]})
     assert {name.split(".")[-2].removesuffix("_proj") for name in found if name.endswith(".bias")} == biased
@@ -111,7 +115,7 @@ def test_the_dtype_is_read_under_either_name(change: dict[str, object], dtype: s
     assert HFModel.parse(QWEN3 | change).dtype == dtype
 
 
-SPARSE = {"num_experts": 2, "moe_intermediate_size": 4, "architectures": ["Qwen3MoeForCausalLM"]}
+SPARSE = {**MOE, "architectures": ["Qwen3MoeForCausalLM"]}
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "kv_lora_rank": 3,
@@ -131,6 +135,10 @@ DEEPSEEK = {
         (SPARSE | {"decoder_sparse_step": 2}, [False, True, False, True]),
         (DEEPSEEK | {"first_k_dense_replace": 3}, [False, False, False, True]),
         (DEEPSEEK | {"moe_layer_freq": [0, 1, 0, 1]}, [False, True, False, True]),
+        (
+            DEEPSEEK | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "first_k_dense_replace": 1},
+            [False, True, False, True],
+        ),
         ({}, [False] * 4),
     ],
 )
@@ -188,6 +196,55 @@ def test_the_text_part_of_a_model_of_several_inputs() -> None:
     assert "lm_head.weight" not in found
     with pytest.raises(LayoutMismatch, match="text_config"):
         HFModel.parse({"architectures": ["Qwen3VLForConditionalGeneration"]})
+
+
+QWEN3_5 = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": QWEN3
+    | SPARSE
+    | {
+        "full_attention_interval": 1,
+        "shared_expert_intermediate_size": 4,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 2,
+        "linear_value_head_dim": 2,
+        "linear_conv_kernel_dim": 4,
+        "mtp_num_hidden_layers": 1,
+    },
+}
+STACKED = {"gate_up_proj": (2, 8, 8), "down_proj": (2, 8, 4)}
+ONE_BY_ONE = {f"{expert}.{part}_proj.weight" for expert in range(2) for part in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    ("change", "stored", "decoder", "prediction"),
+    [
+        ({}, (), STACKED.keys(), ONE_BY_ONE),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), ONE_BY_ONE, ONE_BY_ONE),
+        ({}, ("model.norm.weight",), ONE_BY_ONE, ONE_BY_ONE),
+        (
+            {},
+            ("model.language_model.layers.0.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.gate_up_proj"),
+            STACKED.keys(),
+            STACKED.keys(),
+        ),
+        ({}, ("mtp.layers.0.mlp.experts.gate_up_proj",), ONE_BY_ONE, STACKED.keys()),
+    ],
+)
+def test_the_files_decide_whether_experts_are_one_tensor(
+    change: dict[str, object], stored: tuple[str, ...], decoder: set[str], prediction: set[str]
+) -> None:
+    """Checkpoints of one architecture do either, in the decoder and in the prediction layer.
+
+    Without files they are taken to be as released: those in FP8 have experts one by one.
+    """
+    found = {spec.name: spec.shape for spec in hf_tensors(HFModel.parse(QWEN3_5 | change, stored), "bfloat16")}
+    for layer, expected in (("model.language_model.layers.0", decoder), ("mtp.layers.0", prediction)):
+        prefix = f"{layer}.mlp.experts."
+        experts = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
+        assert experts.keys() == set(expected)
+        assert all(experts[name] == shape for name, shape in STACKED.items() if name in experts)
 
 
 CONFIG = {

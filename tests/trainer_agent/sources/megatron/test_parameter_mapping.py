@@ -48,20 +48,22 @@ LATENT = {
 }
 
 
+SIZES = {
+    "hidden_size": 6,
+    "intermediate_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 10,
+    "rms_norm_eps": 1e-6,
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": True,
+}
+
+
 def model(**changes: object) -> HFModel:
-    sizes = {
-        "hidden_size": 6,
-        "intermediate_size": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 1,
-        "num_hidden_layers": 1,
-        "vocab_size": 10,
-        "rms_norm_eps": 1e-6,
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": True,
-    }
-    return HFModel.parse(sizes | changes)
+    return HFModel.parse(SIZES | changes)
 
 
 def pieces(
@@ -72,7 +74,7 @@ def pieces(
     specs = [of.spec(target, found.prefix, "float32", found.expert) for target in found.rule.targets]
     shifts = [of.shift_of(target, zero_centred=zero_centred) for target in found.rule.targets]
     local = LocalParameter(found.name, 3, tuple(shape), contiguous_strides(shape), "float32")
-    return shards_of(found.rule, local, specs, shifts, sizes=of.sizes, share=share)
+    return shards_of(found.rule, local, specs, shifts, sizes=of.sizes, share=share, expert=found.expert)
 
 
 def shard(name: str, shape: tuple[int, ...], rank: int, ranks: int, **changes: object) -> list[tuple[str, int, Box]]:
@@ -91,6 +93,37 @@ def test_qkv_is_taken_apart_by_group() -> None:
         (q, 24, Box((2, 0), (4, 6))),
         (k, 36, Box((1, 0), (2, 6))),
         (v, 42, Box((1, 0), (2, 6))),
+    ]
+
+
+def test_an_expert_is_one_index_of_a_tensor_that_holds_all() -> None:
+    """Expert 2 of 4 on rank 1 of 2: the second half of gate, then that of up; and the second half of down's columns."""
+    of = model(architectures=["Qwen3_5MoeForConditionalGeneration"], text_config=DELTA | SIZES)
+    body, share = "model.language_model.layers.0.mlp.experts", ParallelRank(1, 2)
+    experts = "decoder.layers.0.mlp.experts"
+    (gate, up) = pieces(f"{experts}.linear_fc1.weight2", (4, 6), of, share)
+    assert (gate.tensor, gate.box, gate.view.offset) == (f"{body}.gate_up_proj", Box((2, 2, 0), (3, 4, 6)), 0)
+    assert (up.tensor, up.box, up.view.offset) == (f"{body}.gate_up_proj", Box((2, 6, 0), (3, 8, 6)), 12)
+    assert up.view.strides[1:] == (6, 1)
+    (down,) = pieces(f"{experts}.linear_fc2.weight2", (6, 2), of, share)
+    assert (down.tensor, down.box, down.view.offset) == (f"{body}.down_proj", Box((2, 0, 2), (3, 6, 4)), 0)
+
+
+def test_a_delta_net_served_in_four_tensors() -> None:
+    """q, k and v are rows of one, z, b and a tensors of their own: on rank 1 of 2 the second half of each."""
+    of = model(**{**DELTA, "linear_num_key_heads": 2, "architectures": ["Qwen3_5ForCausalLM"]})
+    found = pieces("decoder.layers.0.self_attention.in_proj.weight", (12, 6), of, ParallelRank(1, 2))
+    at = "model.layers.0.linear_attn.in_proj_"
+    assert [
+        (piece.tensor.removeprefix(at), piece.view.offset // 6, piece.box.start[0], piece.box.stop[0])
+        for piece in found
+    ] == [
+        ("qkv.weight", 0, 2, 4),
+        ("qkv.weight", 2, 6, 8),
+        ("qkv.weight", 4, 11, 14),
+        ("z.weight", 7, 3, 6),
+        ("b.weight", 10, 1, 2),
+        ("a.weight", 11, 1, 2),
     ]
 
 
