@@ -87,7 +87,7 @@ def page(found: Mapping[str, Any]) -> str:
     """The page."""
     version, bridge = found["bridge version"], found["bridge"]
     rows = [f"| `{name}` | {' | '.join(_cells(name, found))} |\n" for name in SERVED]
-    bridged = sorted(name for name, outcome in bridge.items() if outcome == "bridge")
+    bridged = sorted(name for name, outcome in bridge.items() if outcome == "bridge" and name not in SERVED)
     left = {name: outcome for name, outcome in bridge.items() if outcome not in {"bridge", "table"}}
     reasons: dict[str, list[str]] = defaultdict(list)
     for name in sorted(left):
@@ -105,18 +105,28 @@ def page(found: Mapping[str, Any]) -> str:
 
 def _cells(architecture: str, found: Mapping[str, Any]) -> list[str]:
     outcome = found["bridge"].get(architecture)
-    equal = {"table": "yes", None: "not listed by it"}.get(outcome, f"not built: {_plain(str(outcome))}")
+    # Where the last run was one of bridge mode, the table came later.
+    equal = {"table": "yes", "bridge": "not run yet", None: "not listed by it"}.get(
+        outcome, f"not built: {_plain(str(outcome))}"
+    )
     tiny = [name for name, each in FAMILIES.items() if each.architecture == architecture]
     same = [name for name, each in SERVED.items() if each is SERVED[architecture]]
     table = "bf16, FP8" if tiny else f"the table of `{same[0]}`"
+    tiny = tiny or [
+        name
+        for name, each in FAMILIES.items()
+        if each.made_as == architecture and SERVED[architecture] is SERVED[each.architecture]
+    ]
     return [table, equal, *(_module(tiny, source, found) for source in ("FSDP2", "HF"))]
 
 
 def _module(tiny: list[str], source: str, found: Mapping[str, Any]) -> str:
     if not tiny:
         return "code of the checkpoint"
-    if any(FAMILIES[name].made_as for name in tiny):
-        return "as `" + str(FAMILIES[tiny[0]].made_as) + "`"
+    made = FAMILIES[tiny[0]].made_as
+    # A class of the same table under another name is the family's own.
+    if made and SERVED.get(made) is not SERVED[FAMILIES[tiny[0]].architecture]:
+        return f"as `{made}`"
     if any(name not in found["modules"] for name in tiny):
         return "not run yet"
     said = [found["modules"][name][source] for name in tiny]
