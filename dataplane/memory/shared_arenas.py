@@ -98,7 +98,7 @@ def movable() -> bool:
     _exchange(storage, other)
     moved = (other.data_ptr(), storage.data_ptr()) == before and not tensor.any() and storage.nbytes() == 128
     _exchange(storage, other)
-    return moved and tensor.tolist() == list(range(16))
+    return moved and torch.equal(tensor, torch.arange(16, dtype=tensor.dtype))
 
 
 def move(storages: Iterable[torch.UntypedStorage]) -> None:

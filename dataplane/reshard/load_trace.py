@@ -136,7 +136,8 @@ class LoadTrace:
         """By tensor, the dtypes of the parameters that its copies are written to."""
         pairs = np.unique(np.stack([self.copies.boxes.space, self.copies.dtype], axis=1), axis=0)
         found: dict[str, frozenset[str]] = {}
-        for index, dtype in pairs.tolist():
+        rows: list[tuple[int, int]] = pairs.tolist()
+        for index, dtype in rows:
             name = self.tensors[index].name
             found[name] = found.get(name, frozenset()) | {DTYPES[dtype]}
         return found

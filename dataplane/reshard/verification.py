@@ -212,9 +212,12 @@ def verifiable_trace(trace: LoadTrace) -> LoadTrace:
     copies = trace.copies
     served, stored = served_dtypes(copies), copies.dtype
     cast = np.flatnonzero(served != stored)
-    pairs = zip(cast.tolist(), served[cast].tolist(), stored[cast].tolist(), strict=True)
-    casts = {(int(copies.boxes.space[row]), DTYPES[one], DTYPES[other]) for row, one, other in pairs}
-    lossy = {index: _cast(*pair) for index, *pair in sorted(casts) if (pair[0], pair[1]) not in _WIDER}
+    rows: list[int] = cast.tolist()
+    pairs = zip(rows, served[cast].tolist(), stored[cast].tolist(), strict=True)
+    casts: set[tuple[int, str, str]] = {
+        (int(copies.boxes.space[row]), DTYPES[one], DTYPES[other]) for row, one, other in pairs
+    }
+    lossy = {index: _cast(one, other) for index, one, other in sorted(casts) if (one, other) not in _WIDER}
     if not lossy:
         return trace
     loaded = {each.tensor: each for each in trace.loaded}

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,11 +68,12 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
     Libraries keep quantized parameters as subclasses that look as if they were in 16 bits: Transformer Engine's
     `QuantizedTensor` (FP8, MXFP8, blocks), torchao's, bitsandbytes' packed `Params4bit`.
     """
-    kind = type(tensor)
+    kind: Any = type(tensor)
     if kind is torch.Tensor or kind is nn.Parameter:
         return True
-    answers = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return not answers and kind.dequantize is torch.Tensor.dequantize and tensor.is_floating_point()
+    plain: Any = torch.Tensor
+    answers = kind.__torch_dispatch__ is not plain.__torch_dispatch__
+    return not answers and bool(kind.dequantize is plain.dequantize and tensor.is_floating_point())
 
 
 def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:

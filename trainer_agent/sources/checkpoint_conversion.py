@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..source import LayoutMismatch, UnsupportedModel
 from .tensor_slices import Axis, Slice
 from .wrappers import plain_name, unwrapped, without_wrappers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LORA: Final = re.compile(r"(^|[._])lora_")
 """In the names of a low-rank adapter's parameters, whatever library it is from."""
@@ -148,7 +151,7 @@ def _reverter(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str
         return None
 
     # transformers looks conversions up by the classes of the parts, which fully_shard changed.
-    plain = without_wrappers(module)
+    plain = cast("PreTrainedModel", without_wrappers(module))
 
     def revert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return cast("dict[str, torch.Tensor]", revert_weight_conversion(plain, tensors))

@@ -11,7 +11,7 @@ Libraries that may be absent are not imported: their classes are told by name, a
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import nn
@@ -100,7 +100,8 @@ def _stand_in(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
 def check_wrappers(module: nn.Module) -> None:
     """Raise `UnsupportedModel` for a module whose parameters are not the model's, with the way out. Reads no values."""
     inner = unwrapped(module)
-    for raw, part in inner.named_modules():
+    parts = cast("list[tuple[str, nn.Module]]", list(inner.named_modules()))  # pyright: ignore[reportUnknownArgumentType]
+    for raw, part in parts:
         names = bases(type(part))
         where = f"{plain_name(raw) or 'the model'!r} ({type(part).__name__})"
         if "FullyShardedDataParallel" in names or "MegatronFSDP" in names:

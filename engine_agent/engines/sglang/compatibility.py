@@ -408,7 +408,7 @@ def cast_tensors(manifest: Manifest, facts: ServerFacts, expected: Expected, hel
     return tuple(
         tensor.name
         for tensor in manifest.tensors
-        if tensor.dtype in _FLOATS and held.get(tensor.name, frozenset({launched})) != {tensor.dtype}
+        if tensor.dtype in _FLOATS and held.get(tensor.name, frozenset({launched})) != frozenset({tensor.dtype})
     )
 
 

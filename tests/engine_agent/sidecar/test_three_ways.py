@@ -274,12 +274,13 @@ class Deployment:
         return False
 
     def explained(self) -> dict[str, list[str]]:
-        """What ``weightbus plan --explain`` prints below its table, by engine."""
+        """What ``weightbus plan --explain`` prints below a channel's table, by engine."""
         argv = [sys.executable, "-m", "weightbus.control.cli.entry_point", "plan", f"--url={self.http}", "--explain"]
         environment = {**os.environ, "COLUMNS": "300"}
         done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60, env=environment)
         found: dict[str, list[str]] = {}
-        for line in done.stdout.splitlines():
+        for shown in done.stdout.splitlines():
+            line = shown.removeprefix("  ")
             name, colon, why = line.partition(": ")
             if colon and name in NAMES:
                 found[name] = [why]

@@ -166,7 +166,9 @@ def decoder_layer(model: HFModel, index: int) -> LayerMapping:
 def prediction_layer(model: HFModel, index: int) -> LayerMapping:
     """The transformer layer of multi-token prediction layer `index`: it is of the kind of the last layer."""
     prediction = _prediction(model)
-    kept = set(model.switches) - {"stacked"} | ({"stacked"} if "stacked_predictions" in model.switches else set())
+    kept = set(model.switches) - {"stacked"}
+    if "stacked_predictions" in model.switches:
+        kept.add("stacked")
     of_layer = msgspec.structs.replace(model, switches=tuple(sorted(kept)))
     return LayerMapping(of_layer.rules_of(model.layers[-1]), _numbered(prediction.layer, model, index))
 
@@ -275,7 +277,7 @@ class _Fields:
     def __init__(self, config: Mapping[str, object], family: Family) -> None:
         inner: object = config
         for key in family.section.split(".") if family.section else ():
-            inner = cast("Mapping[str, object]", inner).get(key) if isinstance(inner, Mapping) else None
+            inner = inner.get(key) if isinstance(inner, Mapping) else None
         if not isinstance(inner, Mapping):
             raise LayoutMismatch(f"the Hugging Face config has no {family.section!r}, where its language model is")
         self._whole = config
