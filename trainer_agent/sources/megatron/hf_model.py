@@ -275,13 +275,14 @@ class _Fields:
     """A Hugging Face config, read with errors that name the wrong field."""
 
     def __init__(self, config: Mapping[str, object], family: Family) -> None:
-        inner: object = config
+        inner: Mapping[str, object] | None = config
         for key in family.section.split(".") if family.section else ():
-            inner = inner.get(key) if isinstance(inner, Mapping) else None
-        if not isinstance(inner, Mapping):
+            found = inner.get(key) if inner is not None else None
+            inner = cast("Mapping[str, object]", found) if isinstance(found, Mapping) else None
+        if inner is None:
             raise LayoutMismatch(f"the Hugging Face config has no {family.section!r}, where its language model is")
         self._whole = config
-        self._inner = cast("Mapping[str, object]", inner)
+        self._inner = inner
 
     def get(self, key: str, default: object = None) -> object:
         value = self._inner.get(key)
