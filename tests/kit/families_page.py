@@ -124,8 +124,8 @@ def _module(tiny: list[str], source: str, found: Mapping[str, Any]) -> str:
     if not tiny:
         return "code of the checkpoint"
     made = FAMILIES[tiny[0]].made_as
-    # A class of the same table under another name is the family's own.
-    if made and SERVED.get(made) is not SERVED[FAMILIES[tiny[0]].architecture]:
+    # Another family's class has the same tensors; one without a table is the family's own, or a part of it.
+    if made in SERVED and SERVED[made] is not SERVED[FAMILIES[tiny[0]].architecture]:
         return f"as `{made}`"
     if any(name not in found["modules"] for name in tiny):
         return "not run yet"

@@ -32,7 +32,6 @@ from weightbus.trainer_agent.sources.hf_module import FSDPSource, HFModuleSource
 BUCKET_BYTES = 40_000
 FLOAT32 = ("e_score_correction_bias", "A_log", ".norm.weight")
 """What may stay in float32."""
-QUANTIZED = quantizing.config(16)
 
 
 def loaded(family: str, folder: Path) -> nn.Module:
@@ -61,20 +60,23 @@ def verdict_of(source: Source, expected: dict[str, torch.Tensor]) -> dict[str, l
     expected = {name: tensor if name in kept else tensor.to(torch.bfloat16) for name, tensor in expected.items()}
     odd = exporting.differing(found, expected) if source.root else []
     odd += [name for name in kept if not name.endswith(FLOAT32)]
-    eight = quantized(source, QUANTIZED)
+    config = quantizing.config(16, [spec.name for spec in source.tensors()])
+    eight = quantized(source, config)
     manifest = Manifest.of(source.model, eight.tensors(), BUCKET_BYTES)
 
     def assemble(index: int, out: torch.Tensor) -> None:
         eight.assemble(manifest, index, out if eight.root else None)
 
     made = quantizing.collected(manifest, assemble)
-    differs = quantizing.differing(made, quantizing.whole(expected, QUANTIZED)) if source.root else []
+    differs = quantizing.differing(made, quantizing.whole(expected, config)) if source.root else []
     return {"odd": odd[:5], "fp8": differs[:5]}
 
 
 def run(family: str, checkpoints: Path) -> dict[str, Any]:
     """Both sources of one family."""
     folder = checkpoints / family
+    # A part of a whole model, which transformers has a class of.
+    folder = alone if (alone := folder / "alone").is_dir() else folder
     expected = load_file(folder / "model.safetensors")
     verdicts: dict[str, Any] = {}
     predicted = _predicted(family, folder, expected)
@@ -99,7 +101,8 @@ def run(family: str, checkpoints: Path) -> dict[str, Any]:
 def _predicted(family: str, folder: Path, tensors: dict[str, torch.Tensor]) -> set[str]:
     if not FAMILIES[family].predictions:
         return set()
-    prefixes = tuple(predicted_tensors(family, json.loads((folder / "config.json").read_text())))
+    config = json.loads((folder / "config.json").read_text())
+    prefixes = tuple(predicted_tensors(family, config.get("text_config", config)))
     return {name for name in tensors if name.startswith(prefixes)}
 
 

@@ -59,8 +59,6 @@ KINDS = {
     "extra state": re.compile(r"\._extra_state$"),
 }
 """What Transformer Engine's modules put into a state dict; Megatron-core's own linears have an extra state, too."""
-STACKED = (".experts.gate_up_proj", ".experts.down_proj")
-"""Tensors that hold all experts of a layer, which no scheme quantizes."""
 
 
 def described(
@@ -141,8 +139,7 @@ def quantized_otherwise(
     ranks: Sequence[RankShards], pieces: Shards, expected: dict[str, torch.Tensor], chance: random.Random
 ) -> list[str]:
     """What is other bits when ranks quantize the blocks that they hold than when whole tensors are quantized."""
-    stacked = sorted({name.rpartition(".")[0] for name in expected if name.endswith(STACKED)})
-    config = quantizing.config(chance.choice([4, 16, 128]), *stacked)
+    config = quantizing.config(chance.choice([4, 16, 128]), expected)
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     sources = [
         quantized(quantizing.Held(rank, pieces, each.parameters, Post(rank, letters)), config)

@@ -9,6 +9,7 @@ Needs the server's CPU shim on PYTHONPATH, and no network. ``OUT/<family>`` gets
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,10 @@ def name_layers(folder: Path) -> None:
 
 
 def as_thinker(folder: Path, config: dict[str, Any]) -> None:
-    """Put the thinker, which transformers saves by itself, in the place that it has in the whole model."""
+    """Put the thinker, which stays in a folder as transformers saves it, in the place it has in the whole model."""
+    (folder / "alone").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, folder / "alone" / name)
     tensors = load_file(folder / "model.safetensors")
     save_file({f"thinker.{name}": each for name, each in tensors.items()}, folder / "model.safetensors")
     whole = {"architectures": config["architectures"], "dtype": config["dtype"], "thinker_config": config}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,19 @@ FP8: dict[str, Any] = {
 }  # fmt: skip
 
 
-def config(block: int, *left: str) -> dict[str, Any]:
-    """The config of a checkpoint in FP8 with blocks that tiny models have several of; `left` is not quantized."""
-    kept = [*FP8["modules_to_not_convert"], *left]
+STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+"""Tensors that hold all experts of a layer, which no scheme quantizes."""
+
+
+def config(block: int, names: Iterable[str] = ()) -> dict[str, Any]:
+    """The config of a checkpoint in FP8 with blocks that tiny models have several of.
+
+    Of its tensors, `names`, those that hold all experts of a layer are left as they are.
+    """
+    kept = [
+        *FP8["modules_to_not_convert"],
+        *sorted({name.rpartition(".")[0] for name in names if name.endswith(STACKED)}),
+    ]
     return {"quantization_config": {**FP8, "weight_block_size": [block, block], "modules_to_not_convert": kept}}
 
 

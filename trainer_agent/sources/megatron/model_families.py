@@ -448,8 +448,13 @@ FAMILIES: Final[dict[str, Family]] = {
         megatron_prefix="thinker.language_model.",
         left_out=("thinker.visual.", "thinker.audio_model.", "talker.", "code2wav."),
     ),
-    "Qwen3VLForConditionalGeneration": _of_several_inputs(
-        Family(attention=(*ATTENTION, *HEAD_NORMS), switches={**_BIASED, "qk_norm": True})
+    "Qwen3VLForConditionalGeneration": Family(
+        attention=(*ATTENTION, *HEAD_NORMS),
+        switches={**_BIASED, "qk_norm": True},
+        body="model.language_model.",
+        section="text_config",
+        megatron_prefix="language_model.",
+        left_out=("vision_model.",),
     ),
     "MistralForCausalLM": Family(),
     "MinistralForCausalLM": Family(),
