@@ -30,7 +30,7 @@ ARENA_BYTES: Final = 2**30
 _ALIGNMENT: Final = 64
 """Of a storage in its arena: that of torch's own allocator."""
 _DATA_POINTER: Final = 16
-"""Bytes before the data pointer in c10::StorageImpl: a virtual table and reference counts (torch 2.9 to 2.13)."""
+"""Bytes before the data pointer in c10::StorageImpl: a virtual table and reference counts (torch 2.13)."""
 
 _Words = ctypes.c_uint64 * 3
 """c10::DataPtr: the data, what frees them, and what that is given."""

@@ -391,7 +391,7 @@ def launch_dtype(facts: ServerFacts, expected: Expected) -> str:
     """The dtype in which the server makes its parameters, unless its model's code names another.
 
     ``auto`` is the config's; for a config of float32, or of none, SGLang takes float16, and bfloat16 for Gemma
-    (`_get_and_verify_dtype`, equal in 0.5.11 to 0.5.23).
+    (`_get_and_verify_dtype`, which differs from 0.5.11 to 0.5.23 in what it logs alone).
     """
     if facts.dtype != "auto":
         return _DTYPE_WORDS.get(facts.dtype, facts.dtype)
