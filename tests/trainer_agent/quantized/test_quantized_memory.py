@@ -165,7 +165,7 @@ def test_what_is_exposed_is_read_and_digested_as_the_checkpoint_has_it() -> None
     module = torch.nn.Module()
     module.q_proj = torch.nn.Linear(64, 96, dtype=torch.bfloat16)
     module.norm = torch.nn.LayerNorm(64, dtype=torch.bfloat16)
-    source = HFModuleSource(module)
+    source = HFModuleSource(module, model="Sequential")
     served = quantized(source, quantizing.config(16))
 
     for _ in range(2):

@@ -80,7 +80,7 @@ def source() -> ReadableQuantizedSource:
         block.q_proj = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
         module.register_module(f"layer{layer}", block)
     module.norm = torch.nn.LayerNorm(64, bias=False, dtype=torch.bfloat16)
-    made = quantized(HFModuleSource(module), quantizing.config(16))
+    made = quantized(HFModuleSource(module, model="Sequential"), quantizing.config(16))
     assert isinstance(made, ReadableQuantizedSource)
     return made
 

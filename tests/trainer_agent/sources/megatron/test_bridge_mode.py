@@ -14,6 +14,7 @@ import pytest
 import structlog
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.trainer_agent.source import LayoutMismatch, PipelineSource, UnsupportedModel
@@ -109,7 +110,7 @@ def test_a_family_without_a_table_is_converted_by_megatron_bridge(bridge: type[A
 def test_the_files_of_a_checkpoint_are_given_to_it_where_they_are(bridge: type[AutoBridge], tmp_path: Path) -> None:
     """It orders and groups tensors by them. `served` is the folder, from which quantized engines are known."""
     (tmp_path / "config.json").write_text(json.dumps(NEW))
-    (tmp_path / "model.safetensors").touch()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     source = MegatronSource([linear()], hf_config=tmp_path / "config.json")
     assert bridge.made_of == str(tmp_path)
     assert source.served == tmp_path
