@@ -743,9 +743,8 @@ class EngineAgent:
     def _out_of_touch(self) -> str:
         """Why this engine counts as out of the coordinator's sight, and since when; empty while it does not.
 
-        An engine that is not trusted, or whose server is another one's, is out at once, as on the ready list. Any
-        other refusal, as of a
-        coordinator that has just restarted, and silence count after `silence_s`.
+        An engine that is not trusted, or whose server is another one's, is out at once, as on the ready list. Any other
+        refusal, as of a coordinator that has just restarted, and silence count after `silence_s`.
         """
         bus, now = self._bus, time.monotonic()
         refusal = bus.refusal if bus else None

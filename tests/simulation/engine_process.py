@@ -82,7 +82,7 @@ from weightbus.engine_agent.state_file import EffectDispatcher
 
 from .client import Client
 from .disks import RecordDisk
-from .process import Bell, Process, Thread
+from .process import Bell, Killed, Process, Thread
 from .server_model import CallFailed, ServerModel
 from .transfer_model import TransferBroken, receive
 
@@ -223,7 +223,11 @@ class EngineProcess(Process):
             try:
                 welcome = yield from client.starting(TICK_S / 2)
                 break
-            except (CoordinatorUnreachable, RequestRefused):
+            except CoordinatorUnreachable:
+                yield 0.01
+            except RequestRefused as refused:
+                if not refused.retry_after_s:  # ends with an error, as the real one does, and is started again
+                    raise Killed(f"it was refused: {refused}") from refused
                 yield 0.01
             yield from self._turn()
             while self._events:

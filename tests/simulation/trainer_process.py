@@ -21,7 +21,7 @@ from weightbus.control.security.trust import sign_digest_table, sign_endpoint, s
 from weightbus.trainer_agent.machine import events as ev, publication
 
 from .client import Client
-from .process import Process, Thread
+from .process import Killed, Process, Thread
 from .seals import secret_of
 from .transfer_model import Outlet
 
@@ -71,13 +71,19 @@ class TrainerProcess(Process):
 
     # -- training
 
-    def _train(self, client: Client) -> Thread:
+    def _join(self, client: Client) -> Thread:
         while True:
             try:
-                welcome = yield from client.starting(10.0)
-                break
-            except (CoordinatorUnreachable, RequestRefused):
+                return (yield from client.starting(10.0))
+            except CoordinatorUnreachable:
                 yield 0.5
+            except RequestRefused as refused:
+                if not refused.retry_after_s:  # ends with an error, as the real one does, and is started again
+                    raise Killed(f"it was refused: {refused}") from refused
+                yield 0.5
+
+    def _train(self, client: Client) -> Thread:
+        welcome = yield from self._join(client)
         self._told_boot, self._hello_answered = welcome.boot, welcome.request
         version, back = self.checkpoint + 1, False
         while True:

@@ -469,12 +469,17 @@ class World:
                 self.judge.broken("served-uncommitted", f"{name} generates from {server.tags}, and is told otherwise")
 
     def _look_at_strangers(self) -> None:
-        """What another party did is held against an agent that ran for so long without anything else to do."""
+        """What another party did is held against an agent that ran for so long without anything else to do.
+
+        While a clean server is paused for a round no look at its weights is taken (N57); once it generates, one is.
+        """
         for name, engine in self.engines.items():
             server, machine = engine.server, engine.machine
             runs = machine is not None and not engine.frozen and server.up and not server.frozen and machine.up
-            free = runs and machine is not None and machine.pause_lease.given and not machine.view().doing
-            if not server.foreign or not free or self._foreign_in.get(name, engine.life) != engine.life:
+            view = machine.view() if machine is not None else None
+            free = runs and view is not None and machine.pause_lease.given and not view.doing
+            rests = view is not None and view.paused and server.paused and view.health is EngineHealth.CLEAN
+            if not server.foreign or not free or rests or self._foreign_in.get(name, engine.life) != engine.life:
                 self._foreign_since.pop(name, None)
             elif self.loop.now - self._foreign_since.setdefault(name, self.loop.now) > FOREIGN_S:
                 server.foreign = False
