@@ -47,6 +47,10 @@ ALLOWED = {
         "import_module",
     ),  # names of subcommands, from installed distributions, never from a wire
     ("dataplane/transports/sends/nixl_group.py", "import_module"),  # one library under three names, which are constants
+    (
+        "trainer_agent/sources/megatron/bridge_mode.py",
+        "import_module",
+    ),  # megatron.bridge and transformers, if they are there
     ("control/front_door/lazy_face.py", "import_module"),  # modules that a face names, on their first use
 }
 

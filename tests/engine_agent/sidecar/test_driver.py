@@ -360,6 +360,7 @@ def test_ready_means_the_committed_version(  # noqa: PLR0917  the parameters of 
         max_lag=max_lag,
         heard_at=time.monotonic() - heard_s_ago,
         welcome=SimpleNamespace(silence_s=10.0),
+        untrusted=None,
         refusal=None,
     )
     agent._bus = cast("Any", bus)
@@ -707,7 +708,7 @@ def test_memory_that_was_given_back_returns_with_a_version(lending: Deployment, 
     known = {"/resume_memory_occupation": "m", "/update_weights_from_tensor": "t", "/weights_checker": "v"}
     known |= {"/update_weight_version": "L", "/continue_generation": "C"}
     order = "".join(known.get(call, "") for call in fake.calls)
-    assert order == "mttttvLmmC"
+    assert order.partition("C")[:2] == ("mttttvLmm", "C")  # what follows are looks at a listed server
     assert (fake.lent, fake.mode, fake.label) == (set(), "", "8")
     assert all(torch.equal(fake.weights.tensors[name], tensor) for name, tensor in read(lending.first).items())
 
