@@ -49,7 +49,7 @@ class Arena(mmap.mmap):
         """Reserve `nbytes`. Raises `NotExportable` where there is no memory or no descriptor left."""
         fd = -1
         try:
-            fd = os.memfd_create("weightbus", os.MFD_CLOEXEC)
+            fd = os.memfd_create(f"weightbus_{os.getpid()}", os.MFD_CLOEXEC)
             os.posix_fallocate(fd, 0, nbytes)
             made = cls(fd, nbytes)
         except OSError as error:

@@ -163,8 +163,8 @@ class Fleet:
         return workers
 
     def reads_memory_of(self, program: str, pid: int) -> list[bool]:
-        """For each of a server's workers, whether it has memory of process `pid` mapped: torch names it so."""
-        name = f"/torch_{pid}_"
+        """For each of a server's workers, whether it has memory of process `pid` mapped, by its arenas' name."""
+        name = f"/memfd:weightbus_{pid} "
         return [name in Path(f"/proc/{worker}/maps").read_text() for worker in self.workers(program)]
 
     def end(self, program: str) -> None:
