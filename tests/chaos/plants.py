@@ -49,4 +49,4 @@ def _mix() -> None:
             load(self, bucket, deadline_s)
 
     SGLangServer.load_shared = careless  # type: ignore[method-assign]
-    operation_executor.compare = lambda *_: None  # type: ignore[assignment]
+    operation_executor.compare = lambda *_, **__: None  # type: ignore[assignment]
