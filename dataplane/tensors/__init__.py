@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StoredTensor as StoredTensor,
         stored_files as stored_files,
         stored_tensors as stored_tensors,
+        tensors_in_file as tensors_in_file,
     )
     from .shards import (
         DTYPES as DTYPES,

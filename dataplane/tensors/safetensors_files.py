@@ -84,17 +84,24 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         paths = stored_files(folder)
         if not all(path.exists() for path in paths):
             return {}
-        return {each.spec.name: each for path in paths for each in _in_file(path)}
+        return {each.spec.name: each for path in paths for each in tensors_in_file(path)}
     except (OSError, ValueError) as error:
         raise ManifestError(f"{folder} cannot be read as a safetensors checkpoint: {error}") from error
 
 
-def _in_file(path: Path) -> list[StoredTensor]:
+def tensors_in_file(path: Path) -> list[StoredTensor]:
+    """The tensors of one file, by its header. A dtype that cannot travel keeps the name that safetensors has for it.
+
+    Raises OSError, and `ManifestError` for a file that is no safetensors file.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _LONGEST_HEADER:
             raise ManifestError(f"{path} is not a safetensors file: its header would take {length} bytes")
-        header = msgspec.json.decode(file.read(length), type=dict[str, _Entry])
+        try:
+            header = msgspec.json.decode(file.read(length), type=dict[str, _Entry])
+        except ValueError as error:
+            raise ManifestError(f"{path} is not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     found: list[StoredTensor] = []
     for name, each in header.items():

@@ -15,14 +15,12 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.quantize import Quantization, UnknownScheme, schemes as quantization_config
-from weightbus.dataplane.tensors import stored_files
-from weightbus.dataplane.transports.disk import DTYPES
+from weightbus.dataplane.tensors import ITEM_BYTES, StoredTensor, stored_files, tensors_in_file
 
 from ..errors import UnfitManifest
 
-_HEADER_LIMIT: Final = 256 * 1024 * 1024
-_DTYPES: Final = {stored: dtype for dtype, stored in DTYPES.items()}
 _DENSE: Final = frozenset({"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"})
 
 _COMPUTED: Final = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -74,13 +72,6 @@ class _Config(msgspec.Struct, frozen=True):
     text_config: dict[str, object] | None = None
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    """An entry in the header of a safetensors file."""
-
-    dtype: str = ""
-    shape: Shape = ()
-
-
 def expected(folder: Path) -> Expected:
     """Read `folder`, unless its files are as they were. Raises `UnfitManifest` when they do not tell what is served."""
     return _expected(folder, tuple([_stamp(path) for path in (folder / _CONFIG, *_files(folder))]))
@@ -95,9 +86,9 @@ def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
     dtype, model_type = _language_model(config)
     stored = _headers(folder)
     if stored:
-        shapes = {name: shape for name, (shape, _, _) in stored.items()}
-        dtypes = {name: kind for name, (_, kind, _) in stored.items()}
-        files = {name: file for name, (_, _, file) in stored.items()}
+        shapes = {name: each.spec.shape for name, each in stored.items()}
+        dtypes = {name: each.spec.dtype for name, each in stored.items()}
+        files = {name: os.fspath(each.path) for name, each in stored.items()}
         optional = tied.union(name for name in stored if _COMPUTED.search(name))
         return Expected(
             MappingProxyType(shapes), MappingProxyType(dtypes), dtype, optional, quantization, os.fspath(folder),
@@ -154,15 +145,20 @@ def _language_model(config: _Config) -> tuple[str, str]:
     return words.get(dtype, dtype), str(inner.get("model_type") or config.model_type)
 
 
-def _headers(folder: Path) -> dict[str, tuple[Shape, str, str]]:
-    """Name -> shape, dtype and file of every tensor in the folder's safetensors files; empty when there are none."""
-    found: dict[str, tuple[Shape, str, str]] = {}
+def _headers(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor in the folder's safetensors files by name; empty when there are none."""
+    found: dict[str, StoredTensor] = {}
     for path in _files(folder):
-        file = os.fspath(path)
-        for name, entry in _header(path).items():
-            if entry.dtype not in _DTYPES:
-                raise UnfitManifest(f"{path}: tensor {name!r} has dtype {entry.dtype!r}, which cannot travel")
-            found[name] = (entry.shape, _DTYPES[entry.dtype], file)
+        try:
+            stored = tensors_in_file(path)
+        except ManifestError as error:
+            raise UnfitManifest(str(error)) from error
+        for each in stored:
+            if each.spec.dtype not in ITEM_BYTES:
+                raise UnfitManifest(
+                    f"{path}: tensor {each.spec.name!r} has dtype {each.spec.dtype!r}, which cannot travel"
+                )
+            found[each.spec.name] = each
     return found
 
 
@@ -190,19 +186,6 @@ def _stamp(path: Path) -> _Stamp:
     except OSError:
         return None
     return os.fspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _header(path: Path) -> dict[str, _Stored]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _HEADER_LIMIT:
-            raise UnfitManifest(f"{path} is not a safetensors file: its header would take {length} bytes")
-        try:
-            header = msgspec.json.decode(file.read(length), type=dict[str, _Stored])
-        except ValueError as error:
-            raise UnfitManifest(f"{path} is not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    return header
 
 
 def _dense(config: _Config, architecture: str) -> dict[str, Shape]:

@@ -108,9 +108,9 @@ _ASK_S: Final = 2.0
 _LATELY_S: Final = 2.0
 """A server whose workers did something within so many seconds is not asked."""
 _LOOK_S: Final = 10.0
+"""Deadline of the answer. A batch may have to end before it, as before a pause."""
 _SHOWN: Final = 4
 """Names of tensors in a log."""
-"""Deadline of the answer. A batch may have to end before it, as before a pause."""
 
 _log = get_log(__name__)
 
@@ -424,7 +424,7 @@ class OperationExecutor:
         followed = "" if command.table else self._believe_table(command, receipt.tabled)
         proves_itself = receipt.checked and transports.by_name(command.offer.transport).loaded_by is LoadedBy.LOADER
         self._copied = session.manifest if proves_itself else self._copied
-        # By the workers, of what they hold: that is no more than what was sent.
+        # The workers compare what they hold of the tensors that were sent, and nothing else.
         verified_by = self._with_left(session.manifest, "live-digest") if proves_itself else ""
         return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by, followed)
 

@@ -73,26 +73,15 @@ class MegatronSource(ShardedSource):
         model_chunks: nn.Module | Sequence[nn.Module],
         *,
         hf_config: Path | str | Mapping[str, object],
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
         vocab_divisible_by: int | None = None,
-        group: dist.ProcessGroup | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Any,
     ) -> Self:
         """Choose by the family. Arguments are those of `__init__`, which is called for a family with a table."""
         del vocab_divisible_by  # Megatron-Bridge cuts the padding by the config
         architecture = _without_table(hf_config)
         if architecture is None:
             return super().__new__(cls)
-        source = BridgedSource(
-            chunks_of(model_chunks),
-            architecture=architecture,
-            served=_served(hf_config),
-            dtype=dtype,
-            device=device,
-            group=group,
-            timeout_s=timeout_s,
-        )
+        source = BridgedSource(chunks_of(model_chunks), architecture=architecture, served=_served(hf_config), **options)
         return cast("Self", source)  # to its callers a source like any other
 
     def __init__(

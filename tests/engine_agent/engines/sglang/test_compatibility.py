@@ -613,13 +613,14 @@ def test_auto_is_what_sglang_makes_of_the_config(tmp_path: Path, config: dict[st
 
 
 FLOATS = ("bfloat16", "float16", "float32")
-FINFO = {each: torch.finfo(getattr(torch, each)) for each in FLOATS}
 
 
-@given(st.sampled_from(["auto", *FLOATS]), st.sampled_from(FLOATS), st.sampled_from([*FLOATS, ""]))
-def test_nothing_that_is_taken_becomes_infinite(kept: Path, launched: str, sent: str, held: str) -> None:
-    """Whatever was recorded: a taken tensor has its largest value in the server, and most are exact."""
-    manifest = Manifest.of("Qwen3ForCausalLM", in_dtype(kept, sent, sent))
+@given(
+    st.sampled_from(["auto", *FLOATS]), st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.sampled_from([*FLOATS, ""])
+)
+def test_nothing_that_is_taken_becomes_infinite(kept: Path, launched: str, sent: str, apart: str, held: str) -> None:
+    """Whatever was recorded: no float16 parameter takes a wider dtype, and the tensors of the main dtype are exact."""
+    manifest = Manifest.of("Qwen3ForCausalLM", in_dtype(kept, sent, apart))
     server, recorded = facts(dtype=launched), {KEPT: frozenset({held})} if held else {}
     try:
         validate.check(manifest, server, dialect_of("0.5.23"), checkpoint.expected(kept), "local", held=recorded)
@@ -627,4 +628,4 @@ def test_nothing_that_is_taken_becomes_infinite(kept: Path, launched: str, sent:
         return
     main = validate.launch_dtype(server, checkpoint.expected(kept))
     assert sent == main
-    assert not held or FINFO[held].max >= FINFO[sent].max
+    assert held != "float16" or apart == "float16", "values of the others are infinite there"
