@@ -68,7 +68,7 @@ class MegatronSource(ShardedSource):
     Of a family without a table it is a `BridgedSource` (bridge_mode.py), which satisfies `Source` alone.
     """
 
-    def __new__(
+    def __new__(  # pyright: ignore[reportInconsistentConstructor]  # `options` are named there
         cls,
         model_chunks: nn.Module | Sequence[nn.Module],
         *,
