@@ -68,7 +68,7 @@ class MegatronSource(ShardedSource):
     Of a family without a table it is a `BridgedSource` (bridge_mode.py), which satisfies `Source` alone.
     """
 
-    def __new__(  # pyright: ignore[reportInconsistentConstructor]  # `options` are named there
+    def __new__(
         cls,
         model_chunks: nn.Module | Sequence[nn.Module],
         *,
@@ -84,7 +84,7 @@ class MegatronSource(ShardedSource):
         source = BridgedSource(chunks_of(model_chunks), architecture=architecture, served=_served(hf_config), **options)
         return cast("Self", source)  # to its callers a source like any other
 
-    def __init__(
+    def __init__(  # pyright: ignore[reportInconsistentConstructor]  # it names the options of __new__
         self,
         model_chunks: nn.Module | Sequence[nn.Module],
         *,
