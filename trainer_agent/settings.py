@@ -82,7 +82,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
         Meta(
             description="tensors of the served checkpoint that are not trained, by name, or by prefix that ends in a"
-            " dot: engines keep those that they were launched with"
+            " dot: engines keep the values of their launch"
         ),
     ] = ()
     bucket_bytes: Annotated[int, Meta(description="most bytes of a bucket (a larger tensor has its own)", ge=1024)] = (

@@ -78,7 +78,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[BucketSpec, ...]
     left: tuple[Left, ...] = ()
-    """Tensors of the served checkpoint that do not travel: engines keep those that they were launched with."""
+    """Tensors of the served checkpoint that do not travel: engines keep the values of their launch."""
 
     @classmethod
     def of(

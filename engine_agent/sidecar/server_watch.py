@@ -152,7 +152,7 @@ class WeightSampler:
         """Digests as an earlier life left them."""
         self._held: HeldVersion | None = None
         self._marked: tuple[object, ...] = ()
-        """What was written last: digests are only added to those of one version."""
+        """Weights and number of digests of the last write: the digests of one version only become more."""
         self._identity = ""
         self._parts: list[str] = []
         """Each is a piece of the names of one part's parameters, and of no other's."""

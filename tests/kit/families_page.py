@@ -51,8 +51,6 @@ FP8 blocks are made of whole tensors here (`tests/trainer_agent/quantized/test_q
 
 Not built on a CPU, and therefore untested:
 
-| architecture | why |
-|---|---|
 """
 TAIL = """
 Llama 4, Nemotron-H and OLMo 1 have no table: Megatron-Bridge {version} does not list the first and the last, and builds
@@ -93,7 +91,7 @@ def page(found: Mapping[str, Any]) -> str:
     for name in sorted(left):
         if name not in SERVED:
             reasons[left[name].removeprefix("not built: ")].append(f"`{name}`")
-    why = "".join(f"| {', '.join(names)} | {_plain(reason)} |\n" for reason, names in reasons.items())
+    why = "".join(f"- {', '.join(names)}: {_plain(reason)}\n" for reason, names in reasons.items())
     return (
         HEAD.format(version=version)
         + "".join(rows)

@@ -292,7 +292,7 @@ def _dtypes(manifest: Manifest, facts: ServerFacts, expected: Expected, held: He
 class _DtypeRule:
     """The dtypes in which one server takes each tensor.
 
-    SGLang makes parameters in the dtype of its launch, but for those that a model's code makes in float32 (routers,
+    SGLang makes parameters in the dtype of its launch, except where a model's code makes one in float32 (routers,
     biases of experts, A_log), and its loader casts to them. So a tensor is taken as the checkpoint's files have it,
     because then it becomes what the launch made of it; or, where the files keep it in another dtype than most, in one
     whose values all survive in the files' dtype and in the server's: bfloat16 for a float32 tensor. Where the launch

@@ -37,7 +37,7 @@ def launch(tmp_path: Path) -> Path:
 
 
 def test_what_is_left_lies_beside_what_was_sent(tmp_path: Path, launch: Path) -> None:
-    """Each tensor once, by the index, and the old value of what was sent nowhere: servers read whole files (N64)."""
+    """Each tensor once, by the index, and no old value of a tensor that was sent: servers read whole files (N64)."""
     folder = written(tmp_path, launch, "b.")
     found = {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
     assert {name: each.tolist() for name, each in found.items()} == {"a": [1.0] * 4, "b.w": [0.0, 1.0, 2.0], "b.v": [7]}
