@@ -28,12 +28,11 @@ from ..protocol import (
     TransportKind,
 )
 from ..server import ChannelPlan, EnginePlan, PlanView, TrainerPlan, encode_plan, parse_plan, plan_engines, trainer_plan
-from ..terminal_text import terminal_safe
+from ..terminal_text import byte_size, terminal_safe
 from . import status_view
 from .settings import SettingsCommand
 
 _URL: Final = "http://127.0.0.1:5752"
-_UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _SHOWN: Final = 4
 
 
@@ -148,13 +147,7 @@ def _explanation(engine: str, plan: EnginePlan) -> Iterator[str]:
 
 
 def _size(count: int | None) -> str:
-    """A number of bytes with its unit."""
-    if count is None:
-        return "not known yet"
-    value, unit = float(count), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{count} B" if not unit else f"{value:.3g} {_UNITS[unit]}"
+    return "not known yet" if count is None else byte_size(count)
 
 
 _DEVICES: Final = ("cpu", "cuda")

@@ -21,6 +21,7 @@ from msgspec import Meta
 from weightbus.control.cli import SettingsCommand, load_settings
 from weightbus.control.protocol import ConfigurationError
 from weightbus.control.security import check_url
+from weightbus.control.terminal_text import byte_size
 
 if TYPE_CHECKING:  # both bring torch, for which neither the list of commands nor a check of settings should wait
     from weightbus.engine_agent.engines import Engine
@@ -28,7 +29,6 @@ if TYPE_CHECKING:  # both bring torch, for which neither the list of commands no
     from weightbus.trainer_agent.publish import PlannedVersion
 
 _SHOWN: Final = 4
-_UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _KINDS: Final = ("", "files", "exported", "megatron")
 _WHERE: Final = {
     "direct": "where the trainer runs on the server's host",
@@ -306,7 +306,7 @@ def _page(result: CheckResult) -> Iterator[str]:
     yield _row("", f"serves {', '.join(server.architectures)} from {server.checkpoint}")
     if sent is not None:
         kinds = ", ".join(f"{count} {dtype}" for dtype, count in sent.dtypes.items())
-        yield _row("sent", f"{sent.model}, {sent.tensors} tensors, {_size(sent.bytes)} ({kinds}); by {sent.source}")
+        yield _row("sent", f"{sent.model}, {sent.tensors} tensors, {byte_size(sent.bytes)} ({kinds}); by {sent.source}")
         yield from _rows("left", (f"{each.name} ({each.reason}): as launched" for each in result.left))
         yield from _rows("cast", map(_cast_line, result.cast))
     yield from _rows("refused", result.refused)
@@ -330,13 +330,6 @@ def _row(title: str, line: str) -> str:
 def _cast_line(entry: CastEntry) -> str:
     more = f" and {entry.tensors - len(entry.names)} more" if entry.tensors > len(entry.names) else ""
     return f"{entry.tensors} from {entry.found} to {entry.served}: {', '.join(entry.names)}{more}"
-
-
-def _size(count: int) -> str:
-    value, unit = float(count), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.3g} {_UNITS[unit]}"
 
 
 check = CheckCommand()
