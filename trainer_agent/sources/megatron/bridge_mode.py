@@ -19,6 +19,7 @@ from torch import nn
 from weightbus.control.log import get_log
 
 from ...source import UnsupportedModel
+from ..collective_source import DEFAULT_TIMEOUT_S
 from ..exported import Bridge, ExportedSource, bridge_exporter
 from ..tensor_dtypes import has_files
 
@@ -60,10 +61,10 @@ class BridgedSource(ExportedSource):
         *,
         architecture: str,
         served: Path | Mapping[str, Any],
-        dtype: torch.dtype | None,
-        device: torch.device | None,
-        group: dist.ProcessGroup | None,
-        timeout_s: float,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Export once to learn the tensors that are served. Collective; errors as those of `ExportedSource`.
 
