@@ -15,6 +15,7 @@ import msgspec
 
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.tensors import (
+    FLOAT_DTYPES,
     Left,
     LeftReason,
     Manifest,
@@ -57,8 +58,8 @@ class AssemblyFailed(SourceError):
     """A collective broke off. Its group may still hold half of a message: build a new source."""
 
 
-SERVABLE_DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
-"""dtypes that parameters may be cast to, by torch's names. Integers lose fractions, eight bits lack a scale."""
+SERVABLE_DTYPES: Final = FLOAT_DTYPES
+"""dtypes that parameters may be cast to, by torch's names."""
 
 
 def check_dtype(dtype: str, where: str) -> None:

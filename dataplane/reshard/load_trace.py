@@ -59,13 +59,15 @@ class NotCopiedCause(enum.StrEnum):
     """It is loaded together with a tensor of another cause."""
 
 
-class StagedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StagedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tensor that goes whole through the engine's own loader, in every round."""
 
     tensor: int
     cause: NotCopiedCause
     detail: str = ""
     """The operation that was seen, for people."""
+    held: str = ""
+    """Dtype to which the loader casts it, where that loses bits; empty where it is staged for another reason."""
 
 
 class TargetBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

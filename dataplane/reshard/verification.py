@@ -50,10 +50,6 @@ from .reshard_plan import staging_layout
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """Bytes of odd boxes that are read back in each round. Beyond, another transport is faster."""
 
-_CAST: Final = "a cast that loses bits"
-_OVERFLOW: Final = f"{_CAST} and range"
-"""Beginnings of the detail of a tensor that is staged because the engine holds it in another dtype."""
-
 _WIDER: Final = {
     ("bfloat16", "float32"),
     ("float16", "float32"),
@@ -217,19 +213,20 @@ def verifiable_trace(trace: LoadTrace) -> LoadTrace:
     casts: set[tuple[int, str, str]] = {
         (int(copies.boxes.space[row]), DTYPES[one], DTYPES[other]) for row, one, other in pairs
     }
-    lossy = {index: _cast(one, other) for index, one, other in sorted(casts) if (one, other) not in _WIDER}
+    lossy = [each for each in sorted(casts, key=_narrowest_first) if each[1:] not in _WIDER]
     if not lossy:
         return trace
     loaded = {each.tensor: each for each in trace.loaded}
-    for index, detail in lossy.items():
-        loaded.setdefault(index, StagedTensor(index, NotCopiedCause.COMPUTED, detail))
-    kept = np.flatnonzero(~np.isin(copies.boxes.space, list(lossy)))
+    for index, one, other in lossy:
+        detail = f"a cast that loses bits, from {one} to {other}"
+        loaded.setdefault(index, StagedTensor(index, NotCopiedCause.COMPUTED, detail, held=other))
+    kept = np.flatnonzero(~np.isin(copies.boxes.space, [index for index, _, _ in lossy]))
     return replace(trace, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
 
 
-def _cast(served: str, stored: str) -> str:
-    beyond = _RANGES.get(stored, 2) < _RANGES.get(served, 2)
-    return f"{_OVERFLOW if beyond else _CAST}, from {served} to {stored}"
+def _narrowest_first(cast: tuple[int, str, str]) -> tuple[int, int]:
+    index, _, held = cast
+    return index, _RANGES.get(held, -1)
 
 
 def check_ranges(trace: LoadTrace) -> None:
@@ -239,12 +236,12 @@ def check_ranges(trace: LoadTrace) -> None:
     overflows nothing tells what the engine would serve.
     """
     for each in trace.loaded:
-        if each.detail.startswith(_OVERFLOW):
-            name, told = trace.tensors[each.tensor].name, each.detail.removeprefix(_OVERFLOW)
+        spec = trace.tensors[each.tensor]
+        if _RANGES.get(each.held, 2) < _RANGES.get(spec.dtype, 2):
             raise TransferFailed(
-                f"{name!r} would be cast{told.removeprefix(',')} in the engine, where large values become infinite:"
-                f" serve it in {told.rpartition(' ')[2]} (dtype= of the trainer's source), or launch the engine in"
-                f" {trace.tensors[each.tensor].dtype}"
+                f"{spec.name!r} would be cast from {spec.dtype} to {each.held} in the engine, where large values become"
+                f" infinite: serve it in {each.held} (dtype= of the trainer's source), or launch the engine in"
+                f" {spec.dtype}"
             )
 
 

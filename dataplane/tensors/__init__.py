@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from .manifest import (
         DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES,
+        FLOAT_DTYPES as FLOAT_DTYPES,
         ITEM_BYTES as ITEM_BYTES,
         BucketSpec as BucketSpec,
         DigestTable as DigestTable,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         TensorSpec as TensorSpec,
         blob_digest as blob_digest,
         cut as cut,
+        main_dtype as main_dtype,
     )
     from .safetensors_files import (
         STORED_DTYPES as STORED_DTYPES,

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import Final, Self, TypeVar
 
 import msgspec
@@ -41,6 +42,9 @@ ITEM_BYTES: Final[dict[str, int]] = {
 }
 """Bytes of an element of each dtype that may travel, by torch's names."""
 
+FLOAT_DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
+"""Those of them to which a parameter can be cast. Integers lose fractions, eight bits lack a scale."""
+
 MAX_TENSORS: Final = 1_000_000
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
 _NAMES: Final = re.compile(rf"(?:{_NAME.pattern}\n)*{_NAME.pattern}")
@@ -60,6 +64,15 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
         for size in self.shape:
             count *= size
         return count
+
+
+def main_dtype(tensors: Iterable[TensorSpec]) -> str:
+    """The dtype of most elements, of those in `FLOAT_DTYPES`: a model's own. Empty where no tensor has one."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in FLOAT_DTYPES:
+            sizes[tensor.dtype] += prod(tensor.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype], default="")
 
 
 class BucketSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

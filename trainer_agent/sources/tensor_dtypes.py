@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.tensors import stored_files, stored_tensors
+from weightbus.dataplane.tensors import main_dtype, stored_files, stored_tensors
 
 from ..source import SERVABLE_DTYPES, LayoutMismatch, check_dtype
 
@@ -56,8 +55,6 @@ class TensorDtypes:
 
 def _stored_dtypes(folder: Path, main: str | None) -> dict[str, str]:
     """Dtypes by the files of `folder`; where `main` is given, it stands for the dtype of most elements."""
-    found: dict[str, str] = {}
-    sizes: dict[str, int] = {}
     try:
         stored = stored_tensors(folder)
     except ManifestError as error:
@@ -68,14 +65,10 @@ def _stored_dtypes(folder: Path, main: str | None) -> dict[str, str]:
             " say in which dtype each tensor is served: give served= the folder of the checkpoint that engines serve,"
             " or the dtypes by name"
         )
-    for name, place in stored.items():
-        dtype = place.spec.dtype
-        if dtype in SERVABLE_DTYPES:
-            found[name] = dtype
-            sizes[dtype] = sizes.get(dtype, 0) + prod(place.spec.shape)
+    found = {name: place.spec.dtype for name, place in stored.items() if place.spec.dtype in SERVABLE_DTYPES}
     if main is None:
         return found
-    most = max(sizes, key=lambda each: sizes[each], default=main)
+    most = main_dtype(place.spec for place in stored.values())
     return {name: main if dtype == most else dtype for name, dtype in found.items()}
 
 

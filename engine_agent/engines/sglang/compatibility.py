@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -17,7 +16,7 @@ from typing import Final
 import msgspec
 
 from weightbus.dataplane.quantize import Element, Quantization, Scheme
-from weightbus.dataplane.tensors import Manifest, TensorSpec, covering, shortest_prefixes
+from weightbus.dataplane.tensors import FLOAT_DTYPES, Manifest, TensorSpec, covering, main_dtype, shortest_prefixes
 from weightbus.dataplane.transports import LoadedBy, Transport, registry as transports
 
 from ...errors import EngineAgentError, UnfitManifest
@@ -174,7 +173,7 @@ def _barred(facts: ServerFacts) -> tuple[str, ...]:
 HeldDtypes = Mapping[str, frozenset[str]]
 """By served tensor, the dtypes of the parameters that the server's loader was recorded to write it to."""
 _UNKNOWN: Final[HeldDtypes] = MappingProxyType({})
-_FLOATS: Final = frozenset({"bfloat16", "float16", "float32", "float64"})
+_FLOATS: Final = frozenset(FLOAT_DTYPES)
 _EXACT: Final = {
     "bfloat16": frozenset({"float32", "float64"}),
     "float16": frozenset({"float32", "float64"}),
@@ -303,7 +302,8 @@ class _DtypeRule:
     def __init__(self, facts: ServerFacts, expected: Expected, held: HeldDtypes) -> None:
         self._facts, self._expected, self._held = facts, expected, held
         self._launched = launch_dtype(facts, expected)
-        self._main = _main_dtype(expected) or self._launched
+        stored = (TensorSpec(name, dtype, expected.shapes[name]) for name, dtype in expected.dtypes.items())
+        self._main = main_dtype(stored) or expected.dtype or self._launched
 
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether the server may load it."""
@@ -376,15 +376,6 @@ class _DtypeRule:
 def _exact(sent: str, held: str) -> bool:
     """Whether all values of one dtype are values of the other."""
     return sent == held or held in _EXACT.get(sent, ())
-
-
-def _main_dtype(expected: Expected) -> str:
-    """The dtype of most elements in the files, of those with a fraction; without files the config's."""
-    sizes: dict[str, int] = {}
-    for name, dtype in expected.dtypes.items():
-        if dtype in _FLOATS:
-            sizes[dtype] = sizes.get(dtype, 0) + prod(expected.shapes[name])
-    return max(sizes, key=lambda each: sizes[each], default=expected.dtype)
 
 
 def launch_dtype(facts: ServerFacts, expected: Expected) -> str:

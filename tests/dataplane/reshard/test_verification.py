@@ -132,9 +132,20 @@ def test_a_cast_that_may_overflow_is_refused(served: str, stored: str, staged: b
     """A cast that rounds is staged and proven before it; one that makes infinities is not taken."""
     trace = verifiable_trace(traced(served, stored))
     assert traced(served, stored).held_dtypes == {"gate.weight": {stored}}
-    assert trace.staged == ((0,) if staged else ())
+    assert [(each.tensor, each.held) for each in trace.loaded] == ([(0, stored)] if staged else [])
+    trace = LoadTrace.decode(trace.encode(), trace.tensors)  # as the peer has it
     if not beyond:
         return check_ranges(trace)
     with pytest.raises(TransferFailed, match=rf"'gate.weight' would be cast from {served} to {stored} .*in {served}"):
         check_ranges(trace)
     return None
+
+
+def test_a_tensor_that_is_held_twice_is_refused_for_its_narrower_dtype() -> None:
+    """A worker may hold a tensor in two dtypes, as an embedding and a head: either may make infinities."""
+    spec, box = TensorSpec("gate.weight", "float32", (2, 4)), Box.whole((2, 4))
+    targets = [LoadTarget(dtype, dtype, (2, 4), (4, 1), parameter=True) for dtype in ("bfloat16", "float16")]
+    shards = [Shard(spec.name, box, each.dtype, ShardView(at, 0, (4, 1))) for at, each in enumerate(targets)]
+    trace = verifiable_trace(LoadTrace(0, tuple(targets), Shards.of([spec], shards, rank=0)))
+    with pytest.raises(TransferFailed, match="from float32 to float16"):
+        check_ranges(trace)

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.errors import ManifestError, TransferFailed
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, BucketSpec, Manifest, Sources, TensorSpec, cut
+from weightbus.dataplane.tensors.manifest import (
+    ITEM_BYTES,
+    BucketSpec,
+    Manifest,
+    Sources,
+    TensorSpec,
+    cut,
+    main_dtype,
+)
 from weightbus.dataplane.transports.distributed.broadcast_group import GroupSettings
 
 NAMES: Final = st.from_regex("[ab_7][ab._7-]{0,3}", fullmatch=True)
@@ -300,3 +308,11 @@ def test_engines_that_join_in_another_order_wait_for_ever(data: st.DataObject) -
     sources = Sources((0, 1, 0, 1))
     right = engine_steps(sources)
     assert run(sources, [right, [right[1], right[0], *right[2:]]], 2, data) == 4
+
+
+def test_a_models_dtype_is_that_of_most_elements() -> None:
+    """Of elements, not of tensors; those of codes and counters do not count."""
+    tensors = [TensorSpec("w", "bfloat16", (4, 4)), TensorSpec("codes", "uint8", (64, 64))]
+    tensors += [TensorSpec(f"norm{index}", "float32", (4,)) for index in range(3)]
+    assert main_dtype(tensors) == "bfloat16"
+    assert main_dtype(tensors[1:2]) == ""
