@@ -7,7 +7,7 @@ of a manifest. It decides nothing about versions, engines or transports, and nev
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -16,9 +16,11 @@ import msgspec
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.tensors import (
     FLOAT_DTYPES,
+    Copy,
     Left,
     LeftReason,
     Manifest,
+    StoredTensor,
     TensorSpec,
     covering,
     shortest_prefixes,
@@ -172,41 +174,79 @@ _PREDICTIONS: Final = ("mtp.", "model.mtp.", "model.mtp_layers.", "model.mtp_blo
 _LAYER: Final = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 
-def left_of(source: Source, further: Sequence[str] = (), served: Path | None = None) -> tuple[Left, ...]:
-    """What a publication of `source` leaves as engines were launched with it. Collective where `served` is given.
+_COPIED: Final = re.compile(r"(?:^|\.)(embed_tokens|word_embeddings|lm_head)\.weight$")
+"""Embeddings and output layers, of which prediction layers may hold copies."""
+_HEAD: Final = re.compile(r"head|output")
+_PIECE_BYTES: Final = 64 * 1024 * 1024
 
-    That is what the source says, what `further` names (tensors, or prefixes that end in a dot), and of the checkpoint
+
+class Unsent(msgspec.Struct, frozen=True):
+    """What a publication does not send of the served checkpoint."""
+
+    left: tuple[Left, ...] = ()
+    """It stays as engines were launched with it."""
+    copies: tuple[Copy, ...] = ()
+    """It follows what is sent."""
+
+
+def unsent_of(source: Source, further: Sequence[str] = (), served: Path | None = None) -> Unsent:
+    """What a publication of `source` does not send. Collective where `served` is given.
+
+    Left is what the source says, what `further` names (tensors, or prefixes that end in a dot), and of the checkpoint
     in the folder `served` the parts of which nothing is sent and that are known to be often untrained: vision and audio
-    towers, and prediction layers. Anything else that is missing there is a mistake, and is refused by engines.
+    towers, and prediction layers. Anything else that is missing there is a mistake, and is refused by engines. A tensor
+    of a prediction layer that has the bytes of the embedding or of the output layer there is a copy: where that one is
+    sent, it follows.
     """
-    own: Sequence[Left] = getattr(source, "left", ())
+    own = Unsent(tuple(getattr(source, "left", ())))
     if served is not None:
-        blob = msgspec.json.encode((*own, *_untrained(source, served))) if source.root else None
-        own = msgspec.json.decode(source.agree(blob), type=tuple[Left, ...])
+        blob = None
+        if source.root:
+            known = _untrained(source, served)
+            blob = msgspec.json.encode(Unsent((*own.left, *known.left), known.copies))
+        own = msgspec.json.decode(source.agree(blob), type=Unsent)
     found = {name: Left(name, LeftReason.NOT_TRAINED) for name in further}
-    for each in own:
+    for each in own.left:
         if not covering(found, each.name):
             found[each.name] = each
-    return tuple(found.values())
+    return Unsent(tuple(found.values()), own.copies)
 
 
-def _untrained(source: Source, served: Path) -> tuple[Left, ...]:
+def _untrained(source: Source, served: Path) -> Unsent:
     """Known parts of the checkpoint in `served` of which `source` sends nothing."""
     try:
-        stored = stored_tensors(served).keys()
+        stored = stored_tensors(served)
         config = msgspec.json.decode((served / "config.json").read_bytes(), type=_Layers)
+        sent = {spec.name for spec in source.tensors()}
+        layers = config.num_hidden_layers or (config.text_config or _Layers()).num_hidden_layers
+        unsent = [name for name in stored if name not in sent]
+        predicted = [name for name in unsent if name.startswith(_PREDICTIONS) or _beyond(name, layers)]
+        copies = tuple(_copies(stored, sent, predicted))
     except (ManifestError, OSError, ValueError):
-        return ()  # the folder has what engines read, or they say what is wrong with it
-    sent = {spec.name for spec in source.tensors()}
-    layers = config.num_hidden_layers or (config.text_config or _Layers()).num_hidden_layers
-    known = [
-        name
-        for name in stored
-        if name not in sent and (name.startswith((*_TOWERS, *_PREDICTIONS)) or _beyond(name, layers))
-    ]
-    return tuple(
-        Left(name, LeftReason.NOT_TRAINED) for name in shortest_prefixes(known, sent.union(stored - set(known)))
-    )
+        return Unsent()  # the folder has what engines read, or they say what is wrong with it
+    known = [*predicted, *(name for name in unsent if name.startswith(_TOWERS))]
+    entries = shortest_prefixes(known, sent.union(stored.keys() - set(known)))
+    return Unsent(tuple(Left(name, LeftReason.NOT_TRAINED) for name in entries), copies)
+
+
+def _copies(stored: Mapping[str, StoredTensor], sent: Collection[str], names: Sequence[str]) -> Iterator[Copy]:
+    """Those of `names` that have the bytes of an embedding or an output layer that is `sent`. Reads both."""
+    originals = [name for name in stored if name in sent and _COPIED.search(name)]
+    for name in names:
+        copy = stored[name]
+        alike = [each for each in originals if _form(stored[each]) == _form(copy)]
+        alike.sort(key=lambda each: (_HEAD.search(each) is None) != (_HEAD.search(name) is None))
+        if of := next((each for each in alike if _equal(stored[each], copy)), ""):
+            yield Copy(name, of)
+
+
+def _form(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.spec.dtype, tensor.spec.shape
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    pieces = zip(one.read(_PIECE_BYTES), other.read(_PIECE_BYTES), strict=True)
+    return all(mine == others for mine, others in pieces)
 
 
 class _Layers(msgspec.Struct, frozen=True):

@@ -140,6 +140,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     sent: Sent | None
     """Null where the trainer's side is refused."""
     left: tuple[LeftEntry, ...] = ()
+    copies: dict[str, str] = {}
+    """Tensors that follow one that is sent, by name; they do not travel."""
     cast: tuple[CastEntry, ...] = ()
     refused: tuple[str, ...] = ()
     """Why every version would be refused; empty where one transport fits."""
@@ -244,6 +246,7 @@ def _result(
             dict(Counter(spec.dtype for spec in manifest.tensors)),
         ),
         left=tuple(LeftEntry(each.name, each.reason.value) for each in manifest.left),
+        copies=manifest.copied,
         cast=tuple(_casts(planned)),
         refused=refused,
         transports=ways,
@@ -308,6 +311,7 @@ def _page(result: CheckResult) -> Iterator[str]:
         kinds = ", ".join(f"{count} {dtype}" for dtype, count in sent.dtypes.items())
         yield _row("sent", f"{sent.model}, {sent.tensors} tensors, {byte_size(sent.bytes)} ({kinds}); by {sent.source}")
         yield from _rows("left", (f"{each.name} ({each.reason}): as launched" for each in result.left))
+        yield from (_row("", f"{name}: follows {of}") for name, of in result.copies.items())
         yield from _rows("cast", map(_cast_line, result.cast))
     yield from _rows("refused", result.refused)
     for at, (name, way) in enumerate(result.transports.items()):

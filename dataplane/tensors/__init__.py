@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ragged_arange as ragged_arange,
     )
     from .left_tensors import (
+        Copy as Copy,
         Left as Left,
         LeftReason as LeftReason,
         covering as covering,

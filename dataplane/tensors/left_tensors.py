@@ -3,6 +3,9 @@
 A checkpoint is often more than what is trained: a frozen vision tower, a prediction layer. A manifest declares such
 tensors (`Manifest.left`), and what is sent and what is left are together exactly the served checkpoint: nothing is
 missing by accident, and no tensor is both.
+
+A prediction layer that is not trained may hold copies of tensors that are (GLM-4.5 and DeepSeek-V3: the embedding and
+the output layer). They do not travel either, and have the values of what is sent (`Manifest.copies`).
 """
 
 import enum
@@ -36,6 +39,14 @@ class Left(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     reason: LeftReason = LeftReason.NOT_TRAINED
 
 
+class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A tensor of the served checkpoint that does not travel, and always has the value of one that is sent."""
+
+    name: str
+    of: str
+    """The tensor that is sent."""
+
+
 def covering(left: Collection[str], name: str) -> str:
     """The entry of `left` (names, and prefixes that end in a dot) that covers `name`; empty if none does."""
     if name in left:
@@ -59,6 +70,20 @@ def check_left(left: Sequence[Left], sent: Iterable[str]) -> None:
         raise ManifestError(
             f"left: {len(both)} tensors that are sent are covered too: {', '.join(both[:_SHOWN])}; name a longer prefix"
         )
+
+
+def check_copies(copies: Sequence[Copy], sent: Collection[str]) -> None:
+    """Raise `ManifestError` for a copy that is sent itself, of a tensor that is not sent, or named twice."""
+    names = {each.name for each in copies}
+    for each in copies:
+        if not _NAME.fullmatch(each.name) or each.name.endswith("."):
+            raise ManifestError(f"copies: {each.name!r} is not a tensor's name")
+        if each.name in sent:
+            raise ManifestError(f"copies: {each.name!r} is sent: it is no copy of {each.of!r} then")
+        if each.of not in sent:
+            raise ManifestError(f"copies: {each.name!r} is to follow {each.of!r}, which is not sent")
+    if len(names) < len(copies):
+        raise ManifestError("copies: a tensor stands twice: name each once")
 
 
 def shortest_prefixes(left: Iterable[str], sent: Iterable[str]) -> tuple[str, ...]:

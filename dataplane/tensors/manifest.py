@@ -22,7 +22,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from ..errors import ManifestError
-from .left_tensors import Left, check_left, covering
+from .left_tensors import Copy, Left, check_copies, check_left, covering
 
 DEFAULT_BUCKET_BYTES: Final = 512 * 1024 * 1024
 
@@ -92,6 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
     buckets: tuple[BucketSpec, ...]
     left: tuple[Left, ...] = ()
     """Tensors of the served checkpoint that do not travel: engines keep the values of their launch."""
+    copies: tuple[Copy, ...] = ()
+    """Tensors of the served checkpoint that do not travel, also among `left`: they follow tensors that are sent."""
 
     @classmethod
     def of(
@@ -100,6 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
         tensors: Iterable[TensorSpec],
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         left: Iterable[Left] = (),
+        copies: Iterable[Copy] = (),
     ) -> Self:
         """Cut `tensors` into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
@@ -126,7 +129,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
             pending.append(tensor)
             size += tensor.nbytes
         close()
-        manifest = cls(model, tuple(ordered), tuple(buckets), _ordered(left))
+        manifest = cls(model, tuple(ordered), tuple(buckets), _ordered(left), _ordered(copies))
         manifest.check()
         return manifest
 
@@ -138,6 +141,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
             raise ManifestError(f"{len(self.tensors)} tensors, at most {MAX_TENSORS} can travel")
         sizes = _check_tensors(self.tensors)
         check_left(self.left, (tensor.name for tensor in self.tensors))
+        if self.copies:
+            check_copies(self.copies, {tensor.name for tensor in self.tensors})
         at = 0
         for index, bucket in enumerate(self.buckets):
             if bucket.first != at or bucket.last <= bucket.first or bucket.last > len(self.tensors):
@@ -168,13 +173,18 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
         return max(bucket.nbytes for bucket in self.buckets)
 
     def leaves(self, name: str) -> bool:
-        """Whether the tensor `name` is left to the engine."""
-        return bool(self.left) and bool(covering(self.left_names, name))
+        """Whether the tensor `name` is left to the engine. A copy is not: it follows a tensor that is sent."""
+        return bool(self.left) and name not in self.copied and bool(covering(self.left_names, name))
 
     @cached_property
     def left_names(self) -> frozenset[str]:
         """Names and prefixes of `left`."""
         return frozenset(each.name for each in self.left)
+
+    @cached_property
+    def copied(self) -> dict[str, str]:
+        """By the name of each of `copies`, the tensor that it follows."""
+        return {each.name: each.of for each in self.copies}
 
     def tensors_of(self, index: int) -> tuple[TensorSpec, ...]:
         """The tensors of bucket `index`, in packing order."""
@@ -347,6 +357,8 @@ def cut(
     owners: Sequence[int],
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     left: Iterable[Left] = (),
+    *,
+    copies: Iterable[Copy] = (),
 ) -> tuple[Manifest, Sources]:
     """A manifest whose buckets each belong to one source. `owners` is, by tensor, its source: 0 and up, each with one.
 
@@ -369,14 +381,17 @@ def cut(
         first = len(ordered)
         ordered.extend(shares[source].tensors_of(place))
         buckets.append(BucketSpec(first, len(ordered), shares[source].buckets[place].nbytes))
-    manifest = Manifest(model, tuple(ordered), tuple(buckets), _ordered(left))
+    manifest = Manifest(model, tuple(ordered), tuple(buckets), _ordered(left), _ordered(copies))
     manifest.check()
     return manifest, Sources(tuple(source for _, source, _ in turns))
 
 
-def _ordered(left: Iterable[Left]) -> tuple[Left, ...]:
+_Unsent = TypeVar("_Unsent", Left, Copy)
+
+
+def _ordered(unsent: Iterable[_Unsent]) -> tuple[_Unsent, ...]:
     """Sorted by name: equal sets make equal manifests."""
-    return tuple(sorted(left, key=lambda each: each.name))
+    return tuple(sorted(unsent, key=lambda each: each.name))
 
 
 def _check_tensors(tensors: Sequence[TensorSpec]) -> list[int]:

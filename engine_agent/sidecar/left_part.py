@@ -9,14 +9,14 @@ where these can be predicted from the files; `verified_by` says where they canno
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 import torch
 
 from weightbus.control.log import get_log
 from weightbus.dataplane.digest import SglangDigester, SglangDigestPlan
-from weightbus.dataplane.tensors import Manifest, StoredTensor, TensorSpec, covering, stored_tensors
+from weightbus.dataplane.tensors import Manifest, StoredTensor, TensorSpec, stored_tensors
 
 from ..engines import Engine
 from ..errors import UnfitManifest, WrongWeights
@@ -83,20 +83,20 @@ class LeftPart:
         return identity == self._server.facts.identity and layout.left_names <= names
 
     def check_files(self, layout: Manifest, folder: Path, checkpoint: Path) -> None:
-        """The server has loaded `folder`. Raises `WrongWeights` if what `layout` leaves is another one there."""
+        """The server has loaded `folder`. Raises `WrongWeights` if what `layout` does not send is another one there."""
         launched, found = stored_tensors(checkpoint), stored_tensors(folder)
         for name, each in found.items():
-            if not layout.leaves(name):
-                continue
-            other = launched.get(name)
-            pieces = zip(each.read(_PIECE_BYTES), other.read(_PIECE_BYTES), strict=True) if other else ()
-            if other is None or other.spec != each.spec or any(one != another for one, another in pieces):
-                self.doubt()
-                raise WrongWeights(
-                    "/update_weights_from_disk",
+            if name in layout.copied and not _equal(each, found.get(of := layout.copied[name])):
+                self._differs(f"{name!r}, a copy, is not in {folder} what {of!r} is there: write the folder again")
+            if layout.leaves(name) and not _equal(each, launched.get(name)):
+                self._differs(
                     f"{name!r}, which the version leaves, is not in {folder} what it is in {checkpoint}: give trainers"
-                    " and engines the same checkpoint",
+                    " and engines the same checkpoint"
                 )
+
+    def _differs(self, detail: str) -> NoReturn:
+        self.doubt()
+        raise WrongWeights("/update_weights_from_disk", detail)
 
     def note_proven(self, layout: Manifest) -> None:
         """What `layout` leaves is that of the launch checkpoint."""
@@ -108,7 +108,7 @@ class LeftPart:
 
     def _predict(self, layout: Manifest, checkpoint: Path) -> dict[str, tuple[str, ...]] | None:
         algorithm, tp = self._server.digest_algorithm, self._server.tp
-        stored = [each for name, each in stored_tensors(checkpoint).items() if covering(layout.left_names, name)]
+        stored = [each for name, each in stored_tensors(checkpoint).items() if layout.leaves(name)]
         held = {spec.name: spec for spec in self._server.expected_tensors(checkpoint)}
         if not algorithm or not stored or any(held.get(each.spec.name) != each.spec for each in stored):
             return None  # also where the server holds another dtype than its files
@@ -120,6 +120,14 @@ class LeftPart:
             digester.feed(index, _bucket(left.tensors_of(index), places))
         found = digester.result()
         return found[0].parameters if found else None
+
+
+def _equal(one: StoredTensor, other: StoredTensor | None) -> bool:
+    """Whether both have the same bytes, whatever their names."""
+    if other is None or (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
+        return False
+    pieces = zip(one.read(_PIECE_BYTES), other.read(_PIECE_BYTES), strict=True)
+    return all(mine == others for mine, others in pieces)
 
 
 def _bucket(tensors: tuple[TensorSpec, ...], places: dict[str, StoredTensor]) -> torch.Tensor:

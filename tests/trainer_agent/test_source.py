@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from weightbus.dataplane.tensors import Left, LeftReason
-from weightbus.trainer_agent.source import left_of
+from weightbus.trainer_agent.source import unsent_of
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors, untrained
 
@@ -47,7 +47,7 @@ def served(folder: Path, *more: str, config: Mapping[str, object] | None = None)
 
 def found(sent: tuple[str, ...], folder: Path | None, *further: str) -> set[str]:
     """Entries."""
-    return {each.name for each in left_of(cast("Any", Named(sent)), further, folder)}
+    return {each.name for each in unsent_of(cast("Any", Named(sent)), further, folder).left}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,37 @@ def test_a_part_that_is_sent_in_part_is_left_by_its_other_tensors(tmp_path: Path
     assert found(sent, folder) == {"model.layers.2.mlp.", "model.layers.2.hnorm."}
 
 
+def test_copies_in_a_prediction_layer_follow_what_is_sent(tmp_path: Path) -> None:
+    """By their bytes in the served checkpoint, each the tensor of its kind; any other of that shape stays (N64)."""
+    embedding, head = torch.randn(4, 2), torch.randn(4, 2)
+    tensors = _filled(TEXT) | {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    layer = {"embed_tokens.weight": embedding, "shared_head.head.weight": head, "mlp.w": embedding[:2] * 1,
+             "other_head.weight": head + 1}  # fmt: skip
+    save_file(tensors | {f"model.layers.2.{name}": each.clone() for name, each in layer.items()},
+              tmp_path / "model.safetensors")  # fmt: skip
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    unsent = unsent_of(cast("Any", Named(TEXT)), (), tmp_path)
+    assert unsent.left == (Left("model.layers.2."),)
+    assert {each.name: each.of for each in unsent.copies} == {
+        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight": "lm_head.weight",
+    }
+    frozen = tuple(name for name in TEXT if "embed" not in name)
+    unsent = unsent_of(cast("Any", Named(frozen)), ["model.embed_tokens.weight"], tmp_path)
+    assert [each.of for each in unsent.copies] == ["lm_head.weight"], "a copy of what is left is left"
+
+
+def test_a_copy_of_tied_tensors_is_told_by_its_name(tmp_path: Path) -> None:
+    """An output layer with the bytes of the embedding, both sent: the copies follow their own kind."""
+    same = torch.randn(4, 2)
+    tensors = _filled(TEXT) | {name: same.clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    names = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
+    save_file(tensors | {name: same.clone() for name in names}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    copies = unsent_of(cast("Any", Named(TEXT)), (), tmp_path).copies
+    assert [each.of for each in copies] == ["model.embed_tokens.weight", "lm_head.weight"]
+
+
 def test_the_layers_of_a_multimodal_config_are_counted(tmp_path: Path) -> None:
     """They stand in its text_config."""
     folder = served(tmp_path, "model.layers.2.w", config={"text_config": {"num_hidden_layers": 2}})
@@ -94,8 +125,8 @@ def test_settings_and_source_add_to_it(tmp_path: Path) -> None:
     assert found(TEXT, None, "x.", "y") == {"x.", "y"}
     own = (Left("x.a.", LeftReason.FROZEN), Left("z.", LeftReason.FROZEN))
     source = cast("Any", Named(TEXT, own))
-    assert left_of(source, ["x."], None) == (Left("x."), own[1])
-    assert left_of(source, [], served(tmp_path, "visual.w")) == (*own, Left("visual."))
+    assert unsent_of(source, ["x."], None).left == (Left("x."), own[1])
+    assert unsent_of(source, [], served(tmp_path, "visual.w")).left == (*own, Left("visual."))
 
 
 def test_a_folder_without_weights_leaves_nothing_by_itself(tmp_path: Path) -> None:

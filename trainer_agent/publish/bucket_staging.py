@@ -60,7 +60,7 @@ from ..checkpoints import Saving
 from ..export import MemoryExport, location_of
 from ..quantized import served_folder
 from ..settings import TrainerSettings
-from ..source import AssemblyFailed, PipelineSource, Source, SourceError, head_dim_of, left_of
+from ..source import AssemblyFailed, PipelineSource, Source, SourceError, head_dim_of, unsent_of
 from . import rank_commands as commands
 from .rank_commands import (
     AssembleBucket,
@@ -350,19 +350,21 @@ class VersionLayout(NamedTuple):
     @classmethod
     def of(cls, source: Source, settings: TrainerSettings) -> Self:
         """Cut buckets by pipeline stage if stages may broadcast them; the same on every rank. Collective."""
-        tensors, left = source.tensors(), left_of(source, settings.left, served_folder(source, settings))
+        tensors, unsent = source.tensors(), unsent_of(source, settings.left, served_folder(source, settings))
         divisible = any(transports.by_name(kind).divides for kind in settings.preferences())
         if isinstance(source, PipelineSource) and divisible:
             roots = source.roots()
             ranks = sorted(set(roots))
             if ranks[0] == 0 and len(ranks) > 1:
                 owners = [ranks.index(root) for root in roots]
-                manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes, left)
+                manifest, sources = cut(
+                    source.model, tensors, owners, settings.bucket_bytes, unsent.left, copies=unsent.copies
+                )
                 pipeline = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
                 found = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
                 places = tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in found)
                 return cls(manifest, pipeline, places)
-        return cls(Manifest.of(source.model, tensors, settings.bucket_bytes, left), None)
+        return cls(Manifest.of(source.model, tensors, settings.bucket_bytes, unsent.left, unsent.copies), None)
 
 
 class _Found(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ class QuantizedSource:
         self.served: Path | Mapping[str, Any] = {} if served is None else served
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         self.left: Sequence[Left] = getattr(source, "left", ())
-        """See `left_of`."""
+        """See `unsent_of`."""
         self._raw = tuple(source.tensors())
         schemes = [(spec, quantization.scheme_of(spec, stored)) for spec in self._raw]
         self.weights = tuple(

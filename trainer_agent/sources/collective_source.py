@@ -510,7 +510,7 @@ class RankShards(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Callable[[], dict[str, str]] = dict
     """`RankLayout.replicas`. May read values."""
     left: tuple[Left, ...] = ()
-    """Tensors of the checkpoint that are not among `tensors`, because engines have them already; see `left_of`."""
+    """Tensors of the checkpoint that are not among `tensors`, because engines have them already; see `unsent_of`."""
 
 
 class _Planned:

@@ -2,7 +2,7 @@
 
     <target>.tmp    being written
     <target>        shards, their index, weightbus.json, and what lies beside the weights of another checkpoint, with
-                    the tensors of it that the version leaves
+                    the tensors of it that the version does not send
 
 A shard is a safetensors file: eight bytes of header length, a JSON header, and the packed tensors, exactly the bytes of
 a bucket. Its header is a function of the manifest, so a reader compares it byte by byte and trusts nothing.
@@ -23,9 +23,10 @@ from typing import Final
 import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 
 from ...errors import ManifestError, TransferFailed
-from ...tensors import STORED_DTYPES, Manifest, StoredTensor, stored_tensors
+from ...tensors import STORED_DTYPES, Manifest, StoredTensor, stored_tensors, tensors_in_file
 
 DTYPES: Final = STORED_DTYPES
 """By the names of manifests, what safetensors calls them."""
@@ -87,7 +88,7 @@ def read_shard(path: Path, manifest: Manifest, index: int) -> torch.Tensor:
 
 
 LEFT: Final = "model-left.safetensors"
-"""The shard of what a version leaves, copied from the checkpoint that gives the config."""
+"""The shard of what a version does not send: what it leaves, from the config's checkpoint, and copies."""
 NOTES: Final = "weightbus.json"
 """Says which bits the checkpoint holds."""
 _OURS: Final = "weightbus"
@@ -146,7 +147,7 @@ class CheckpointWriter:
             for index in range(len(manifest.buckets))
             for tensor in manifest.tensors_of(index)
         }
-        left = self._left()
+        left = self._unsent(weight_map)
         if left:
             _write_left(self.writing / LEFT, left)
         weight_map |= {each.spec.name: LEFT for each in left}
@@ -161,15 +162,23 @@ class CheckpointWriter:
                 _write_durably(self.writing / source.name, source.read_bytes())
         _sync_folder(self.writing)
 
-    def _left(self) -> list[StoredTensor]:
-        """Tensors of the config's checkpoint that the version leaves: with them the folder is complete."""
-        if not self._manifest.left or self._config_dir is None:
-            return []
+    def _unsent(self, places: Mapping[str, str]) -> list[StoredTensor]:
+        """Tensors of the config's checkpoint that the version does not send: with them the folder is complete.
+
+        Those that it leaves lie there; copies lie in the shards that were written, by `places`.
+        """
+        manifest = self._manifest
         try:
-            stored = stored_tensors(self._config_dir)
+            stored = stored_tensors(self._config_dir) if manifest.left and self._config_dir is not None else {}
+            shards = {places[of] for of in manifest.copied.values()}
+            sent = {each.spec.name: each for shard in shards for each in tensors_in_file(self.writing / shard)}
         except ManifestError as error:
             raise OSError(str(error)) from error
-        return [each for name, each in stored.items() if self._manifest.leaves(name)]
+        copies = [
+            structs.replace(sent[of], spec=structs.replace(sent[of].spec, name=name))
+            for name, of in manifest.copied.items()
+        ]
+        return [*(each for name, each in stored.items() if manifest.leaves(name)), *copies]
 
     def reveal(self) -> None:
         """Give it its name, which nothing has."""

@@ -230,7 +230,7 @@ def _model(manifest: Manifest, facts: ServerFacts) -> Iterator[str]:
 def _layout(manifest: Manifest, facts: ServerFacts, expected: Expected, held: HeldDtypes = _UNKNOWN) -> Iterator[str]:
     """Faults of its tensors. Names and shapes are looked at only where they are not just those of the checkpoint."""
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
-    if shapes != expected.shapes or manifest.left:
+    if shapes != expected.shapes or manifest.left or manifest.copies:
         yield from _names(manifest, expected)
         yield from _shapes(manifest, expected)
     yield from _dtypes(manifest, facts, expected, held)
@@ -239,7 +239,8 @@ def _layout(manifest: Manifest, facts: ServerFacts, expected: Expected, held: He
 def _names(manifest: Manifest, expected: Expected) -> Iterator[str]:
     """What is sent and what is left must be complete, and hold nothing that the server would skip in silence."""
     sent = {tensor.name for tensor in manifest.tensors}
-    missing = {name for name in expected.shapes.keys() - sent - expected.optional if not manifest.leaves(name)}
+    unsent = expected.shapes.keys() - sent - expected.optional - manifest.copied.keys()
+    missing = {name for name in unsent if not manifest.leaves(name)}
     if missing:
         known = [*sent, *(each.name for each in manifest.left)]
         entries = ", ".join(f'"{each}"' for each in shortest_prefixes(sorted(missing), known)[:_ENTRIES])
@@ -253,9 +254,23 @@ def _names(manifest: Manifest, expected: Expected) -> Iterator[str]:
             f"left covers nothing of the served checkpoint: {_some(idle, 'entries')}; take them out of the trainer's"
             " settings"
         )
+    apart = [
+        each.name
+        for each in manifest.copies
+        if each.name not in expected.shapes or _form(expected, each.name) != _form(expected, each.of)
+    ]
+    if apart:
+        yield (
+            f"{_some(apart, 'copies')} cannot follow what is sent, by the served checkpoint's names, dtypes and shapes:"
+            " give trainers and engines the same checkpoint"
+        )
     unknown = sent - expected.shapes.keys() - expected.optional
     if unknown:
         yield f"{_some(unknown)} unknown to the served model: the server would skip them and report success"
+
+
+def _form(expected: Expected, name: str) -> tuple[str, tuple[int, ...]]:
+    return expected.dtypes.get(name, ""), expected.shapes.get(name, ())
 
 
 def _shapes(manifest: Manifest, expected: Expected) -> Iterator[str]:

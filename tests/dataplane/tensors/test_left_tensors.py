@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.tensors import Left, LeftReason, Manifest, TensorSpec, covering, shortest_prefixes
+from weightbus.dataplane.tensors import Copy, Left, LeftReason, Manifest, TensorSpec, covering, shortest_prefixes
 
 NAMES = st.sets(st.from_regex(r"[ab]{1,2}(\.[ab]{1,2}){0,3}", fullmatch=True), min_size=1, max_size=12)
 ENTRIES = st.sets(st.from_regex(r"[ab](\.[ab]){0,2}\.?", fullmatch=True), max_size=5)
@@ -93,3 +93,31 @@ def test_a_bad_entry_is_refused_with_its_name(left: tuple[str, ...], said: str) 
     plain = Manifest.of("M", [TensorSpec("a.w", "int8", (1,))])
     with pytest.raises(ManifestError, match=said):
         Manifest.decode(msgspec.structs.replace(plain, left=tuple(map(Left, left))).encode())
+
+
+def test_copies_are_no_part_of_what_is_left() -> None:
+    """Also below a prefix that is left: engines keep no launch value of a tensor that follows another one (N64)."""
+    tensors, left = [TensorSpec("a.w", "int8", (1,))], [Left("b.")]
+    plain = Manifest.of("M", tensors, left=left)
+    found = Manifest.of("M", tensors, left=left, copies=[Copy("b.w", "a.w")])
+    assert [plain.leaves(name) for name in ("b.w", "b.v")] == [True, True]
+    assert [found.leaves(name) for name in ("b.w", "b.v")] == [False, True]
+    assert Manifest.decode(found.encode()) == found
+    assert found.digest() != plain.digest()
+    assert b"copies" not in plain.encode(), "a manifest without any is what it was before there were copies"
+
+
+@pytest.mark.parametrize(
+    ("copies", "words"),
+    [
+        ([Copy("a.w", "a.v")], "is sent"),
+        ([Copy("b.w", "c.w")], "which is not sent"),
+        ([Copy("b.", "a.w")], "not a tensor's name"),
+        ([Copy("b.w", "a.w"), Copy("b.w", "a.v")], "twice"),
+    ],
+)
+def test_a_copy_follows_one_tensor_that_is_sent(copies: list[Copy], words: str) -> None:
+    """And is not sent itself (N64)."""
+    tensors = [TensorSpec(name, "int8", (1,)) for name in ("a.w", "a.v")]
+    with pytest.raises(ManifestError, match=words):
+        Manifest.of("M", tensors, copies=copies)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.dataplane.tensors import Left, LiveDigests, Manifest, TensorSpec
+from weightbus.dataplane.tensors import Copy, Left, LiveDigests, Manifest, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec
 from weightbus.engine_agent.errors import UnfitManifest, WrongWeights
 from weightbus.engine_agent.machine import INCOMPLETE
@@ -227,3 +227,19 @@ def test_a_folder_with_another_left_part_is_not_verified(folder: Path, tmp_path:
         part.check_files(left, tmp_path, folder)
     part.begin(left, "m", "1", 1.0)
     assert part._server.loaded == ["m"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_copy_in_a_folder_has_the_value_of_what_was_sent(folder: Path, tmp_path: Path, *, follows: bool) -> None:
+    """Whatever the launch checkpoint has under its name (N64)."""
+    stored = load_file(folder / "model.safetensors")
+    of, name = "model.norm.weight", f"{LEFT}input_layernorm.weight"
+    sent = stored[of] + 1
+    save_file({of: sent, name: sent.clone() if follows else stored[name]}, tmp_path / "model.safetensors")
+    part, plain = LeftPart(cast("Any", Server(folder))), layout(folder, LEFT)
+    left = Manifest.of(plain.model, plain.tensors, left=plain.left, copies=[Copy(name, of)])
+    if follows:
+        part.check_files(left, tmp_path, folder)
+        return
+    with pytest.raises(WrongWeights, match=r"a copy, is not .* what 'model\.norm\.weight' is"):
+        part.check_files(left, tmp_path, folder)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weightbus.dataplane.tensors import Left, Manifest, TensorSpec, stored_tensors
+from weightbus.dataplane.tensors import Copy, Left, Manifest, TensorSpec, stored_tensors
 from weightbus.dataplane.transports.disk.checkpoint_files import LEFT, CheckpointWriter, Notes
 
 NOTES = Notes(channel="c", epoch=1, version=1, manifest="m", table="t")
@@ -53,6 +53,26 @@ def test_without_anything_to_copy_there_is_no_such_shard(tmp_path: Path, launch:
     """A version that leaves nothing, or a config without its weights: the engine keeps its own then."""
     (launch / "model.safetensors").unlink()
     assert not (written(tmp_path, launch, *left) / LEFT).exists()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_copies_have_the_value_that_was_sent(tmp_path: Path, launch: Path, *, beside: bool) -> None:
+    """Not that of the launch: whatever loads the folder finds both equal, as in the released checkpoint (N64)."""
+    manifest = Manifest.of(
+        "M", [TensorSpec("x", "int8", (3,)), TensorSpec("a", "float32", (4,))], left=[Left("b.")],
+        copies=[Copy("b.c", "a")],
+    )  # fmt: skip
+    stored = load_file(launch / "model.safetensors")
+    save_file(stored | {"b.c": torch.zeros(4)}, launch / "model.safetensors")
+    writer = CheckpointWriter(tmp_path / "v1", manifest, launch if beside else None)
+    writer.begin()
+    memory = {"a": torch.ones(4).view(torch.uint8), "x": torch.full((3,), 5, dtype=torch.int8).view(torch.uint8)}
+    writer.add(0, torch.cat([memory[spec.name] for spec in manifest.tensors_of(0)]))
+    writer.finish(NOTES)
+    found = load_file(tmp_path / "v1" / LEFT)
+    assert found.pop("b.c").tolist() == [1.0] * 4
+    assert found.keys() == ({"b.w", "b.v"} if beside else set())
+    assert "b.c" in stored_tensors(tmp_path / "v1")
 
 
 def test_files_of_the_config_that_cannot_be_read_fail_the_checkpoint(tmp_path: Path, launch: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from weightbus.dataplane.quantize import schemes as quantization_config
-from weightbus.dataplane.tensors import Left
+from weightbus.dataplane.tensors import Copy, Left
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec as checkpoint
 from weightbus.engine_agent.engines.sglang import compatibility as validate
@@ -112,6 +112,28 @@ def test_an_entry_that_leaves_nothing_of_the_checkpoint_is_refused(folder: Path)
         _leaving(folder, "model.layers.1.", "model.visual.")
     with pytest.raises(UnfitManifest, match=r"covers nothing of the served checkpoint: 1 entries \(model\.visual\.\)"):
         _leaving(folder, "model.visual.", sent_without="no such tensor")
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "fits"),
+    [
+        ("model.layers.1.input_layernorm.weight", "model.norm.weight", True),
+        ("model.layers.1.input_layernorm.weight", "model.embed_tokens.weight", False),
+        ("model.layers.2.embed_tokens.weight", "model.embed_tokens.weight", False),
+    ],
+)
+def test_a_copy_is_a_tensor_of_the_checkpoint_like_the_one_it_follows(
+    folder: Path, name: str, of: str, *, fits: bool
+) -> None:
+    """It is neither sent nor missing; one of another shape, or that the checkpoint has not, is refused (N64)."""
+    sent = [spec for spec in specs(folder) if spec.name != name]
+    manifest = Manifest.of("Qwen3ForCausalLM", sent, copies=[Copy(name, of)])
+    expected = checkpoint.expected(folder)
+    if fits:
+        validate.check(manifest, facts(), dialect_of("0.5.23"), expected, "local")
+        return
+    with pytest.raises(UnfitManifest, match=r"1 copies \(model\.layers.* cannot follow"):
+        validate.check(manifest, facts(), dialect_of("0.5.23"), expected, "local")
 
 
 def test_files_beside_the_models_own_do_not_count(folder: Path, tmp_path: Path) -> None:
