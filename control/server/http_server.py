@@ -7,8 +7,8 @@ The port has no secrets and no authentication, so it listens on the loopback unl
 run on HTTP threads and must return snapshots instead of reading another thread's state.
 
 The server is waitress: one thread for all connections, a few for the pages. What a stranger can hold is bounded here: a
-connection carries one request and lives for a fixed time, however slowly its bytes come, and the oldest connection
-without a request gives way to a new one.
+connection carries one request and lives for a fixed time, however slowly its bytes come or are read. A new connection
+takes the place of the oldest one without a request, or else of the oldest one whose answer is not read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REQUEST_S: Final = 5.0
 ANSWER_S: Final = 30.0
 """Seconds after which a connection is closed whose client has not read all of its answer."""
 MOST_CONNECTIONS: Final = 64
-"""Open connections. A new one replaces the oldest that has sent no request yet."""
+"""Open connections. A new one replaces the oldest that waits for its client: to send its request, or to read."""
 THREADS: Final = 4
 """Pages that are made at the same time."""
 MOST_HEADER_BYTES: Final = 16 * 1024
@@ -303,11 +303,12 @@ class _Server(TcpWSGIServer):
         return time.monotonic() >= self._rest_until and super().readable()
 
     def accept(self) -> tuple[socket.socket, Any] | None:
-        """Accept a connection, in the place of the oldest one without a request if there are too many."""
+        """Accept a connection; if there are too many, in the place of one that waits for its client."""
         if len(self.connections) >= MOST_CONNECTIONS:
-            oldest = next((connection for connection in self.connections if connection.without_request), None)
-            if oldest is not None:
-                oldest.handle_close()
+            waiting = [connection for connection in self.connections if not connection.requests]
+            waiting.sort(key=lambda connection: not connection.without_request)
+            for connection in waiting[: len(self.connections) - MOST_CONNECTIONS + 1]:
+                connection.handle_close()
         try:
             return super().accept()
         except OSError as problem:  # file descriptors have run out: the client stays in the queue

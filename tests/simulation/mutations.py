@@ -123,6 +123,13 @@ MUTATIONS: Final = (
         "        if False:  # a coordinator",
     ),
     _m(
+        "an-engine-that-failed-again-is-never-asked-again",
+        "every-wait-ends",
+        REGISTRY,
+        "                self.asked_at = now + min(wait_s, MAX_BACK_OFF_S)\n",
+        "                self.asked_at = now + max(wait_s, 1e9)\n",
+    ),
+    _m(
         "any-run-is-granted-the-channel",
         "one-run",
         CHANNEL,

@@ -184,6 +184,31 @@ def test_many_slow_clients_hold_neither_threads_nor_the_port(world: World) -> No
             each.close()
 
 
+def test_clients_that_do_not_read_do_not_hold_the_port(world: World) -> None:
+    """The oldest answer that is not read gives way, too, and a prompt client is answered."""
+    world.document = b"x" * 4_000_000
+    deaf = []
+
+    def ask_and_not_read() -> None:
+        deaf.append(socket.socket())
+        deaf[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf[-1].settimeout(30)
+        deaf[-1].connect(("127.0.0.1", world.port.port))
+        deaf[-1].sendall(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert deaf[-1].recv(1)  # of an answer that is left unread from here on
+
+    try:
+        for _ in range(2 * http_module.MOST_CONNECTIONS + 8):
+            ask_and_not_read()
+        began = time.monotonic()
+        assert world.ask("/healthz")[0] == 200
+        assert time.monotonic() - began < http_module.ANSWER_S / 2
+        assert len(world.port._server.connections) <= http_module.MOST_CONNECTIONS
+    finally:
+        for each in deaf:
+            each.close()
+
+
 def test_connection_carries_one_request(world: World) -> None:
     """It is closed after the answer, whatever its client asks for."""
     for version in ("1.0", "1.1"):
