@@ -426,7 +426,9 @@ class EngineReport(Fragment, frozen=True):
     seconds: dict[str, Seconds] = {}
     """Seconds by phase: prepare, pause, transfer, verify, resume; and ``paused``, from pause to resume."""
     verified_by: Text = ""
-    """``live-digest``: read back from the server's parameters. ``bucket-digest``: checked before the load."""
+    """``live-digest``: read back from the server's parameters. ``bucket-digest``: checked before the load.
+
+    A semicolon and what was proven in another way, or not at all, may follow."""
     reason: Text = ""
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         merge_live_digests as merge_live_digests,
     )
     from .nonfinite import Words as Words, add_counts as add_counts, masks_of as masks_of
+    from .sglang_checksum import parameters_with as parameters_with
     from .tensor_digest import (
         ALGORITHM as ALGORITHM,
         DIGEST_BYTES as DIGEST_BYTES,

@@ -20,7 +20,7 @@ None: better no prediction than a wrong one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -209,6 +209,14 @@ def served_layout(
         return tuple(_parameters(_Named(tensors, tp, head_dim)))
     except _UnknownLayoutError:
         return None
+
+
+def parameters_with(model: str, tensors: Sequence[TensorSpec], names: Collection[str]) -> frozenset[str] | None:
+    """Names of the engine's parameters that tensors called `names` are a part of; None where that is not known."""
+    layout = served_layout(model, tensors, 1)
+    if layout is None:
+        return None
+    return frozenset(each.name for each in layout if any(tensors[box.tensor].name in names for box in each.boxes))
 
 
 class _Named:

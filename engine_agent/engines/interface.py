@@ -184,11 +184,14 @@ class Engine(EngineServer, Protocol):
         """Reasons why every version will be refused, as far as the served checkpoint tells; empty where it is fine."""
         ...
 
-    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> Sequence[str]:
-        """Raise `UnfitManifest` with everything that speaks against loading `manifest`. Asks the server nothing.
+    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> None:
+        """Raise `UnfitManifest` with everything that speaks against loading `manifest`. Asks the server nothing."""
+        ...
 
-        Returns the tensors that the server holds in another dtype than they have there, as far as that is known: its
-        digests are of other bytes than the trainer's.
+    def casts(self, manifest: Manifest, checkpoint: Path) -> Mapping[str, str]:
+        """Tensors of `manifest` that the server casts, as far as that is known, and the dtype in which it holds each.
+
+        Its digests of them are of other bytes than the trainer's.
         """
         ...
 

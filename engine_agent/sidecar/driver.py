@@ -224,6 +224,7 @@ class EngineAgent:
         self._errands = 0
         """Errands of the worker thread for other parts of the sidecar: counted when one begins, and when it ends."""
         self._digests = DigestFile(settings.state_dir / f"{settings.name}.digests.json")
+        self._executor.kept = self._digests.read()
         sampler = WeightSampler(self._server, lambda: (self._executor.loads, self._executor.proven), self._digests)
         watch = ServerWatch(
             self._server, self._calm, self._events.put, settings.watch_s, sampler if settings.watch_weights else None
@@ -798,6 +799,7 @@ class EngineAgent:
             "engine": self._view,
             "facts": self._facts if self._view.up else None,
             "taken": self._executor.taken,
+            "cast": self._executor.cast,
         }
         return msgspec.json.encode(document)
 

@@ -7,9 +7,9 @@ sidecar, because only the sidecar knows that a server must stay paused.
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -40,6 +40,7 @@ from weightbus.control.server import (
     STEP_SECONDS,
     Metrics,
 )
+from weightbus.dataplane.digest import parameters_with
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, NotTraceable, TransferFailed, WorkerDied
 from weightbus.dataplane.processes import gc_paused
 from weightbus.dataplane.tensors import DigestTable, Manifest
@@ -90,6 +91,7 @@ from ..machine import (
     name_of,
 )
 from .left_part import UNPROVEN, LeftPart
+from .server_watch import KeptDigests
 from .settings import VerificationMode
 
 SAVED: Final = "saved"
@@ -110,7 +112,8 @@ _LATELY_S: Final = 2.0
 _LOOK_S: Final = 10.0
 """Deadline of the answer. A batch may have to end before it, as before a pause."""
 _SHOWN: Final = 4
-"""Names of tensors in a log."""
+"""Names of tensors in a text."""
+_Digests = TypeVar("_Digests", str, tuple[str, ...])
 
 _log = get_log(__name__)
 
@@ -156,8 +159,10 @@ class OperationExecutor:
         self._table: tuple[tuple[str, str], DigestTable] | None = None
         """The last table that was read, by its manifest's digest and its own: the steps of a round read it again."""
         self._fits: set[tuple[str, str, str]] = set()
-        self._cast: set[tuple[str, str]] = set()
-        """Manifests, each with a process generation of the server that holds one of its tensors in another dtype."""
+        self._cast: tuple[tuple[str, str], frozenset[str]] = ("", ""), frozenset()
+        """A manifest with a process generation, and its tensors that this server holds in another dtype."""
+        self.kept: KeptDigests | None = None
+        """Live digests of the last version that was proven, in an earlier life of the sidecar or in this one."""
         self._returning: tuple[Returning, str] | None = None
         """The receiver of the last version, and the process generation: its call may not have returned yet."""
         self._remark = ""
@@ -333,9 +338,9 @@ class OperationExecutor:
         facts = self._server.facts
         key = (manifest, facts.identity, transport.value)
         if key not in self._fits:
-            cast = self._server.check(layout, transport.value, self._checkpoint_dir or Path(folder))
+            self._server.check(layout, transport.value, self._checkpoint_dir or Path(folder))
+            self._casts(manifest, layout)
             self._fits = {key, *(each for each in self._fits if each[1] == facts.identity)}
-            self._note_cast((manifest, facts.identity), cast)
         return layout, digests
 
     # -- the transfer --------------------------------------------------------------------------------------------------
@@ -473,48 +478,71 @@ class OperationExecutor:
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
         layout, _ = self._read(command.manifest, command.table, VERIFY_S)
-        if self._holds(command.manifest, command.table):
-            return VerificationPassed(self._with_left(layout, "live-digest"))
-        if checked:
-            return VerificationPassed(self._with_left(layout, "bucket-digest"))
+        held = HeldVersion(version=command.version, manifest=command.manifest, table=command.table)
+        compared, cast = self._compared(held)
+        if checked or (compared and not cast):
+            rest = f"; cast tensors by bucket-digest: {len(cast)}" if cast else ""
+            verified_by = f"live-digest{rest}" if compared else "bucket-digest"
+            self._keep(held)
+            return VerificationPassed(self._with_left(layout, verified_by))
         if self._proof is VerificationMode.AVAILABLE:
             _log.warning("version_unproven", version=command.version, transport=command.offer.transport.value)
-            return VerificationPassed("")
+            told = f"live-digest; cast tensors not compared: {len(cast)}"
+            return VerificationPassed(self._with_left(layout, told) if compared else "")
+        missing = f"its digests of {_some(cast)} are of another dtype, to which it casts" if compared else ""
         raise WrongWeights(
             "verify",
-            f"{self._no_digests}, and no bucket was compared before the load: serve a model whose layout is known, use"
-            " the disk transport, or set verify = available to take versions that are not proven",
+            f"{missing or self._no_digests}, and no bucket was compared before the load: serve a model whose layout is"
+            " known, use the disk transport, or set verify = available to take versions that are not proven",
         )
 
-    def _holds(self, manifest: str, table: str) -> bool:
-        """Compare the live weights with a digest table; False if there is nothing to compare, `WrongWeights` if not."""
-        layout, digests = self._read(manifest, table, VERIFY_S)
+    def _compared(self, held: HeldVersion) -> tuple[bool, frozenset[str]]:
+        """Compare the live weights with a digest table, but for tensors that the server casts: it digests other bytes.
+
+        Returns whether there is anything to compare, and the tensors that were not. Raises `WrongWeights`.
+        """
+        layout, digests = self._read(held.manifest, held.table, VERIFY_S)
         assert digests is not None, "a version is verified with its digest table"
         wanted = (self._server.digest_algorithm, self._server.tp)
         live = {(each.algorithm, each.tp): each for each in digests.live}.get(wanted)
-        if live is None or (manifest, self._generation) in self._cast:  # what it holds are other bytes
-            return False
+        if live is None:
+            return False, frozenset()
+        cast = self._casts(held.manifest, layout)
+        apart = parameters_with(layout.model, layout.tensors, cast) if cast else frozenset[str]()
+        if apart is None or apart.issuperset(live.parameters):
+            return False, cast
         found = self._server.live_digests(proof_s(layout.nbytes))
         left = self._left.predicted(layout, self._checkpoint) if layout.left else None
+        compared, whole = live.parameters | (left or {}), not layout.left or left is not None
         try:
-            compare(live.parameters | (left or {}), found, whole=not layout.left or left is not None)
+            compare(_without(compared, apart), [_without(each, apart) for each in found], whole=whole)
         except WrongWeights:
             self._left.doubt()
             raise
         if left is not None:
             self._left.note_proven(layout)
         self.proven = self.loads, found
-        return True
+        return True, cast
 
-    def _note_cast(self, key: tuple[str, str], names: Sequence[str]) -> None:
-        """Note the tensors of a manifest that a process generation holds in another dtype, and say so once."""
-        self._cast = {each for each in self._cast if each[1] == key[1]}
-        if names:
-            self._cast.add(key)
-            reason = (
-                "they are not in the dtype of its launch: what its parameters cannot hold is rounded as it was then"
-            )
-            _log.info("tensors_are_cast", tensors=len(names), first=", ".join(names[:_SHOWN]), reason=reason)
+    def _keep(self, held: HeldVersion) -> None:
+        """Keep the live digests of a version that was proven, for `_recognize`."""
+        loads, found = self.proven
+        self.kept = (
+            KeptDigests(identity=self._generation, held=held, ranks=tuple(found)) if loads == self.loads else None
+        )
+
+    def _casts(self, manifest: str, layout: Manifest) -> frozenset[str]:
+        """The tensors of `manifest` that this process generation casts. Said once."""
+        key = manifest, self._server.facts.identity
+        if self._cast[0] != key:
+            names = frozenset(self._server.casts(layout, self._checkpoint))
+            self._cast = key, names
+            if names:
+                reason = (
+                    "they are not in the dtype of its launch: what its parameters cannot hold is rounded as it was then"
+                )
+                _log.info("tensors_are_cast", tensors=_some(names), reason=reason)
+        return self._cast[1]
 
     def _with_left(self, layout: Manifest, verified_by: str) -> str:
         """`verified_by`, once what `layout` leaves was proven, too; else what says that it could not be."""
@@ -542,12 +570,25 @@ class OperationExecutor:
         return f"this server cannot report digests that the trainer can predict (found {found} at tp {tp})"
 
     def _recognize(self, held: HeldVersion) -> Result:
-        """Whether the server has the committed version, which a sidecar of before brought it."""
-        if not self._holds(held.manifest, held.table):
+        """Whether the server has the committed version, which a sidecar of before brought it.
+
+        Tensors that the server casts have to have the digests that it gave of them after that version was proven.
+        """
+        compared, cast = self._compared(held)
+        if not compared:
             raise WrongWeights("recognize", self._no_digests)
         layout, _ = self._read(held.manifest, held.table, VERIFY_S)
         if layout.left and not self._left.proven(layout):
             raise WrongWeights("recognize", UNPROVEN)
+        kept = self.kept
+        if cast and (kept is None or (kept.identity, kept.held) != (self._generation, held)):
+            raise WrongWeights(
+                "recognize", f"it casts {_some(cast)}, and its digests of them after the proof of the version are lost"
+            )
+        if cast and kept is not None:
+            apart = parameters_with(layout.model, layout.tensors, cast) or frozenset[str]()
+            wanted = {name: tuple(rank.get(name, "") for rank in kept.ranks) for name in apart}
+            compare(wanted, self.proven[1], whole=False)
         return VerificationPassed("live-digest")
 
     # -- the mark of weights that are being changed --------------------------------------------------------------------
@@ -583,6 +624,11 @@ class OperationExecutor:
         return next((each.mode for each in self._receivers.values() if isinstance(each, DoubleBuffering)), "")
 
     @property
+    def cast(self) -> int:
+        """Tensors of the last version that fitted the server which it holds in another dtype than they are sent in."""
+        return len(self._cast[1])
+
+    @property
     def takes(self) -> dict[str, int]:
         """Bytes of a round that the worker with most of them receives, by transport, where plans tell."""
         sized = ((kind, each.most_bytes) for kind, each in tuple(self._receivers.items()) if isinstance(each, Sized))
@@ -616,6 +662,15 @@ def _announced(command: Prepare, saved: SavedVersion) -> Prepare:
 def _address(command: Transfer) -> Address:
     offer = command.offer
     return Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
+
+
+def _without(digests: dict[str, _Digests], names: frozenset[str]) -> dict[str, _Digests]:
+    return {name: each for name, each in digests.items() if name not in names} if names else digests
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} tensors ({', '.join(sorted(names)[:_SHOWN])}{more})"
 
 
 def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]], *, whole: bool = True) -> None:

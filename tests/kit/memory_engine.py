@@ -178,11 +178,15 @@ class MemoryEngine(LoopbackServer):
     def refusals(self, checkpoint: Path) -> tuple[str, ...]:
         return () if (checkpoint / "config.json").exists() else (f"{checkpoint} is no checkpoint",)
 
-    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> tuple[str, ...]:
+    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> None:
         assert transport in self.transports()
         if set(manifest.tensors) != set(self.expected_tensors(checkpoint)):
             raise UnfitManifest("its tensors are not those of the checkpoint")
-        return ()
+
+    def casts(self, manifest: Manifest, checkpoint: Path) -> Mapping[str, str]:
+        assert checkpoint
+        assert manifest
+        return {}
 
     def note_held_dtypes(self, held: Mapping[str, frozenset[str]]) -> None:
         """It has no loader of ours, so nothing is recorded."""

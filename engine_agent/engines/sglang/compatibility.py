@@ -406,16 +406,16 @@ def launch_dtype(facts: ServerFacts, expected: Expected) -> str:
     return "bfloat16" if expected.model_type.startswith("gemma") else "float16"
 
 
-def cast_tensors(manifest: Manifest, facts: ServerFacts, expected: Expected, held: HeldDtypes) -> tuple[str, ...]:
-    """Tensors that the server holds in another dtype than `manifest` has them in, as far as that is known."""
+def casts(manifest: Manifest, facts: ServerFacts, expected: Expected, held: HeldDtypes) -> dict[str, str]:
+    """Tensors that the server holds in another dtype than `manifest` has them in, and that dtype, as far as known."""
     if expected.quantization is not None:  # its scales are float32 by their scheme
-        return ()
-    launched = launch_dtype(facts, expected)
-    return tuple(
-        tensor.name
-        for tensor in manifest.tensors
-        if tensor.dtype in _FLOATS and held.get(tensor.name, frozenset({launched})) != frozenset({tensor.dtype})
-    )
+        return {}
+    launched, found = frozenset({launch_dtype(facts, expected)}), dict[str, str]()
+    for tensor in manifest.tensors:
+        dtypes = held.get(tensor.name, launched)
+        if tensor.dtype in _FLOATS and dtypes != frozenset({tensor.dtype}):
+            found[tensor.name] = " and ".join(sorted(dtypes))
+    return found
 
 
 def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:

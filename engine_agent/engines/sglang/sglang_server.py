@@ -244,11 +244,14 @@ class SGLangServer:
         """Reasons why every version will be refused, as far as the served checkpoint tells."""
         return compatibility.refusals(self.facts, self.dialect, checkpoint)
 
-    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> Sequence[str]:
+    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> None:
         """Raise `UnfitManifest` with everything that speaks against loading `manifest`; see `Engine.check`."""
         expected = checkpoint_spec.expected(checkpoint)
         compatibility.check(manifest, self.facts, self.dialect, expected, transport, held=self._held())
-        return compatibility.cast_tensors(manifest, self.facts, expected, self._held())
+
+    def casts(self, manifest: Manifest, checkpoint: Path) -> Mapping[str, str]:
+        """See `Engine`."""
+        return compatibility.casts(manifest, self.facts, checkpoint_spec.expected(checkpoint), self._held())
 
     def note_held_dtypes(self, held: Mapping[str, frozenset[str]]) -> None:
         """Note the dtypes of the parameters that each tensor of a version is loaded into, of this generation."""

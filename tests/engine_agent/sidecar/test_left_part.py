@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from weightbus.control.protocol import HeldVersion
 from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.tensors import Copy, Left, LiveDigests, Manifest, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec
@@ -24,6 +25,7 @@ from ...kit import tiny_model
 
 LEFT = "model.layers.0."
 SHA256 = "sglang-sha256-8"
+HELD = HeldVersion(version=1, manifest="m", table="t")
 
 
 class Server(SimpleNamespace):
@@ -46,6 +48,10 @@ class Server(SimpleNamespace):
         assert deadline_s > 0
         self.asked += 1
         return [self.found]
+
+    def casts(self, _manifest: Manifest, _checkpoint: Path) -> dict[str, str]:
+        """None."""
+        return {}
 
     def expected_tensors(self, checkpoint: Path) -> tuple[TensorSpec, ...]:
         """Those of the files, in their dtypes."""
@@ -201,10 +207,10 @@ def test_sent_and_left_are_compared_together(folder: Path, wrong: str, monkeypat
         name = {"sent": "model.norm.weight", "left": f"{LEFT}input_layernorm.weight", "more": "x"}[wrong]
         server.found = found | {name: "2"}
         with pytest.raises(WrongWeights, match=name):
-            made._holds("", "")
+            made._compared(HELD)
         assert not made._left.proven(left)
     else:
-        assert made._holds("", "")
+        assert made._compared(HELD) == (True, frozenset())
         assert made._left.proven(left)
     assert server.asked == 1
 

@@ -40,11 +40,11 @@ from weightbus.control.security.trust import (
 )
 from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.errors import DeadlineExceeded, OutOfSharedMemory, TransferFailed, WorkerDied
-from weightbus.dataplane.tensors.manifest import DigestTable
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import Receipt, Tabled, TransferSession
 from weightbus.dataplane.transports.sends.receiver import WorkerStalled
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
-from weightbus.engine_agent.errors import ServerError, ServerRefused, ServerSilent, WrongWeights
+from weightbus.engine_agent.errors import ServerError, ServerRefused, ServerSilent
 from weightbus.engine_agent.machine.events import (
     INCOMPLETE,
     Label,
@@ -57,9 +57,11 @@ from weightbus.engine_agent.machine.events import (
     ReleaseServer,
     Validate,
     VerificationPassed,
+    Verify,
 )
 from weightbus.engine_agent.sidecar import operation_executor as module
 from weightbus.engine_agent.sidecar.operation_executor import VERIFY_S, OperationExecutor, WorkerHealth, proof_s
+from weightbus.engine_agent.sidecar.settings import VerificationMode
 from weightbus.engine_agent.sidecar.topology import places_on
 
 from ...kit.waiting import until
@@ -74,6 +76,7 @@ TRANSFER = Transfer(
     rank_offset=1,
     deadline_s=600.0,
 )
+HELD = HeldVersion(version=TRANSFER.version, manifest=TRANSFER.manifest, table=TRANSFER.table)
 WHOLE = SimpleNamespace(left=())
 """A layout that leaves nothing."""
 PREPARE = Prepare(
@@ -167,9 +170,12 @@ def test_what_fits_is_remembered_of_one_launch(monkeypatch: pytest.MonkeyPatch) 
     """A server that lends its memory is another one with every version, for months: nothing is kept of those before."""
     facts = SimpleNamespace(identity="")
     checks: list[str] = []
-    server = cast("Any", SimpleNamespace(facts=facts, check=lambda *_: checks.append(facts.identity)))
+    server = cast(
+        "Any", SimpleNamespace(facts=facts, check=lambda *_: checks.append(facts.identity), casts=lambda *_: {})
+    )
     made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
     monkeypatch.setattr(made, "_read", lambda *_: ("layout", None))
+    made._folder = "m"
     for launch in range(1000):
         facts.identity = str(launch)
         for transport in (TransportKind.LOCAL, TransportKind.DISK, TransportKind.LOCAL):
@@ -182,27 +188,99 @@ def _any(value: object) -> Any:
     return value
 
 
-@pytest.mark.parametrize("cast", [(), ("gate.weight",)])
+NORM, QUERY = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+SENT = (NORM, "lm_head.weight", *(QUERY.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")))
+
+
+class Casting:
+    """An executor beside a server of a dense model that may cast a norm, or a part of a fused parameter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *cast: str, proof: VerificationMode) -> None:
+        shapes = {name: (4,) if name == NORM else (4, 4) for name in SENT}
+        layout = Manifest.of("Qwen3ForCausalLM", [TensorSpec(name, "float32", shape) for name, shape in shapes.items()])
+        self.predicted = {NORM: ("1",), QKV: ("1",), "lm_head.weight": ("1",)}
+        self.live = {name: digests[0] for name, digests in self.predicted.items()}
+        table = SimpleNamespace(live=[SimpleNamespace(algorithm="a", tp=1, parameters=self.predicted)])
+        server = SimpleNamespace(
+            facts=SimpleNamespace(identity="g", model_path="m"), pin=lambda _: None, confirm=lambda _: None,
+            check=lambda *_: None, casts=lambda *_: dict.fromkeys(cast, "bfloat16"), digest_algorithm="a", tp=1,
+            live_digests=lambda _: [dict(self.live)], dirty=False,
+        )  # fmt: skip
+        self.server = server
+        self.made = OperationExecutor("e0", _any(server), _any(None), None, Metrics(MetricSource.ENGINE), proof=proof)
+        monkeypatch.setattr(self.made, "_read", lambda *_: (layout, table))
+
+    def verify(self, *, checked: bool) -> str:
+        """What the version is verified by, or why it is not."""
+        self.made.loads += 1
+        result = self.made.perform(Verify(TRANSFER, checked), "g")
+        return result.verified_by if isinstance(result, VerificationPassed) else _any(result).reason
+
+    def recognize(self) -> str:
+        """As `verify`."""
+        result = self.made.perform(Recognize(HELD), "g")
+        return result.verified_by if isinstance(result, VerificationPassed) else _any(result).reason
+
+
+@pytest.mark.parametrize(("cast", "parameter"), [(NORM, NORM), (QUERY, QKV)])
 def test_digests_of_tensors_that_the_server_casts_are_not_compared(
-    cast: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    cast: str, parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its digests are of bytes that the trainer never had: such a version is proven by its buckets, and not damaged."""
-    table = SimpleNamespace(live=[SimpleNamespace(algorithm="a", tp=1, parameters={"gate": ("1",)})])
-    server = SimpleNamespace(
-        facts=SimpleNamespace(identity="g"), pin=lambda _: None, confirm=lambda _: None, check=lambda *_: cast,
-        digest_algorithm="a", tp=1, live_digests=lambda _: [{"gate": "2" if cast else "1"}], dirty=False,
-    )  # fmt: skip
-    made = OperationExecutor("e0", _any(server), _any(None), None, Metrics(MetricSource.ENGINE))
-    monkeypatch.setattr(made, "_read", lambda *_: (SimpleNamespace(nbytes=4, left=()), table))
-    made._generation = "g"
-    made._fit("m", "t", TransportKind.LOCAL, "", 1.0)
-    assert made._holds("m", "t") is not bool(cast)
-    if cast:  # another launch is asked again
-        made._generation = server.facts.identity = "h"
-        server.check = lambda *_: ()
-        made._fit("m", "t", TransportKind.LOCAL, "", 1.0)
-        with pytest.raises(WrongWeights):
-            made._holds("m", "t")
+    """They are of bytes that no trainer had: these tensors are proven by their buckets, all others by live digests."""
+    made = Casting(monkeypatch, cast, proof=VerificationMode.REQUIRED)
+    made.live[parameter] = "2"
+    assert made.verify(checked=True) == "live-digest; cast tensors by bucket-digest: 1"
+    assert made.made.cast == 1
+    assert f"its digests of 1 tensors ({cast}) are of another dtype" in made.verify(checked=False)
+    for other in made.predicted.keys() - {parameter}:
+        made.live[other] = "2"
+        assert f"parameter '{other}' on rank 0 is 2" in made.verify(checked=True)
+        made.live[other] = "1"
+    made.server.casts = lambda *_: {}  # another launch is asked again
+    made.server.facts.identity = "h"
+    assert f"parameter '{parameter}' on rank 0 is 2" in made.verify(checked=True)
+
+
+def test_a_server_that_casts_all_tensors_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of its digests tells anything: buckets do, or nothing does."""
+    made = Casting(monkeypatch, *SENT, proof=VerificationMode.AVAILABLE)
+    made.server.live_digests = None
+    assert made.verify(checked=True) == "bucket-digest"
+    assert not made.verify(checked=False)
+
+
+def test_what_was_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where unproven versions are taken (`verify` = available), `verified_by` names the reach of the check (G5)."""
+    made = Casting(monkeypatch, NORM, proof=VerificationMode.AVAILABLE)
+    assert made.verify(checked=False) == "live-digest; cast tensors not compared: 1"
+
+
+def test_weights_that_the_server_casts_are_recognized_by_their_own_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By those that it gave after the version was proven, in this life of the sidecar or an earlier one (N58)."""
+    made = Casting(monkeypatch, NORM, proof=VerificationMode.REQUIRED)
+    made.live[NORM] = "2"
+    assert "its digests of them after the proof of the version are lost" in made.recognize()
+    made.verify(checked=True)
+    assert made.recognize() == "live-digest"
+    kept = made.made.kept
+    assert kept is not None
+    made.live[NORM] = "3"
+    assert f"parameter '{NORM}' on rank 0 is 3, its digest is 2" in made.recognize()
+    made.live[NORM] = "2"
+    for other in (
+        None,
+        msgspec.structs.replace(kept, identity="f"),
+        msgspec.structs.replace(kept, held=msgspec.structs.replace(HELD, version=HELD.version + 1)),
+        msgspec.structs.replace(kept, ranks=({QKV: "1"},)),
+        msgspec.structs.replace(kept, ranks=()),
+    ):
+        made.made.kept = other
+        assert made.recognize() != "live-digest"
+    made.made.kept = kept
+    assert made.recognize() == "live-digest"
+    made.live[QKV] = "2"
+    assert f"parameter '{QKV}' on rank 0 is 2" in made.recognize()
 
 
 @pytest.mark.parametrize("flush", [False, True])
@@ -772,8 +850,9 @@ def test_what_a_server_of_no_record_holds_is_read_from_it(found: str, monkeypatc
     digests = {"the same": [{"w": "1"}], "others": [{"w": "2"}], "none": []}[found]
     algorithm = "" if found == "none" else "a"
     server = SimpleNamespace(
-        pin=lambda _: None, digest_algorithm=algorithm, tp=1, live_digests=lambda _s: digests, dirty=False
-    )
+        pin=lambda _: None, digest_algorithm=algorithm, tp=1, live_digests=lambda _s: digests, dirty=False,
+        facts=SimpleNamespace(identity="a", model_path="m"), casts=lambda *_: {},
+    )  # fmt: skip
     server.confirm = lambda _call: None
     made = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, METERS)
     monkeypatch.setattr(made, "_read", lambda *_: (SimpleNamespace(nbytes=4, left=()), table))

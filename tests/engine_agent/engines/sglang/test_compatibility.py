@@ -598,8 +598,8 @@ def test_what_the_server_holds_decides(  # noqa: PLR0917  the columns of a table
     else:
         with pytest.raises(UnfitManifest, match=rf"{KEPT}' is {apart} .* {held} in the server \(its parameters"):
             checked()
-    cast = validate.cast_tensors(manifest, server, checkpoint.expected(kept), recorded)
-    assert cast == ((KEPT,) if apart != held else ())
+    cast = validate.casts(manifest, server, checkpoint.expected(kept), recorded)
+    assert cast == ({KEPT: held} if apart != held else {})
 
 
 def test_a_code_made_float32_parameter_takes_float32(folder: Path) -> None:
