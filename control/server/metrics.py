@@ -146,7 +146,9 @@ SIDECAR_WEIGHTS = _declare(_E, _GAUGE, "sidecar_weights", "state", "1 for the st
 SIDECAR_ORPHANED = _declare(
     _E, _GAUGE, "sidecar_orphaned", "", "1 while it cannot serve what it holds, and hears no coordinator (orphaned_s)"
 )
-SIDECAR_CONNECTED = _declare(_E, _GAUGE, "sidecar_connected", "", "1 while the coordinator answers")
+SIDECAR_CONNECTED = _declare(
+    _E, _GAUGE, "sidecar_connected", "", "1 while the coordinator answers; NaN once it refuses the key"
+)
 PUBLICATIONS_REFUSED = _declare(
     _E, _COUNTER, "sidecar_publications_refused_total", "cause", "versions that no trusted trainer signed for here"
 )

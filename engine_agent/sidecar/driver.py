@@ -8,6 +8,7 @@ main           the machine; an error of any thread is raised here
 """
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -204,7 +205,7 @@ class EngineAgent:
             trust=self._trust,
         )
         self._server.observe(self._executor.called)
-        self.metrics.live(SIDECAR_CONNECTED, self._connected)
+        self.metrics.live(SIDECAR_CONNECTED, self._connection)
         self._machine = EngineMachine(
             Channel(settings.channel),
             self._incarnation,
@@ -740,6 +741,12 @@ class EngineAgent:
 
     def _connected(self) -> bool:
         return not self._out_of_touch()
+
+    def _connection(self) -> float:
+        """1 while the coordinator answers, else 0; NaN once it refuses the key: no alert is for a removed trust."""
+        if self._connected():
+            return 1.0
+        return math.nan if self._bus is not None and self._bus.untrusted else 0.0
 
     def _out_of_touch(self) -> str:
         """Why this engine counts as out of the coordinator's sight, and since when; empty while it does not.

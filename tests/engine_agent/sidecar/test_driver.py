@@ -8,6 +8,7 @@ import errno
 import functools
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -376,6 +377,15 @@ def test_ready_means_the_committed_version(  # noqa: PLR0917  the parameters of 
         assert not refused.ready, "nothing is known of what is committed by now (N55)"
         assert re.search(r"refused since \d\d:\d\d:\d\d UTC, for 5 s .*12ab.*weightbus trust add e0", refused.reason)
         assert not agent._connected()
+        assert _connected_gauge(agent) == 0.0
+        bus.untrusted = bus.refusal[0]
+        assert math.isnan(_connected_gauge(agent)), "no alert is for an engine whose trust was removed"
+
+
+def _connected_gauge(agent: EngineAgent) -> float:
+    value = agent.metrics.registry.get_sample_value("weightbus_sidecar_connected")
+    assert value is not None
+    return value
 
 
 def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: Deployment) -> None:
