@@ -11,8 +11,14 @@ if TYPE_CHECKING:
         read_keys as read_keys,
     )
     from .event_loop import on_signals as on_signals
-    from .http_server import HttpPort as HttpPort, Readiness as Readiness
+    from .http_server import (
+        HttpAnswer as HttpAnswer,
+        HttpPort as HttpPort,
+        HttpQuestion as HttpQuestion,
+        Readiness as Readiness,
+    )
     from .metrics import (
+        ADMISSIONS as ADMISSIONS,
         CALL_FAILURES as CALL_FAILURES,
         CALL_SECONDS as CALL_SECONDS,
         CHECKPOINTS as CHECKPOINTS,

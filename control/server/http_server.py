@@ -1,7 +1,7 @@
 """HTTP port of the coordinator, the engine agent and the watcher: metrics, health and a read-only status.
 
 Pages are read by GET, or by HEAD without their bodies. A process that takes commands over HTTP passes them as
-`actions`, requested by POST.
+`actions`, requested by POST; `questions` are asked by any method, as proxies ask about the request that they hold.
 
 The port has no secrets and no authentication, so it listens on the loopback unless configured otherwise. Its callables
 run on HTTP threads and must return snapshots instead of reading another thread's state.
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -75,6 +76,17 @@ class HttpAnswer(msgspec.Struct, frozen=True):
     """Further headers."""
 
 
+class HttpQuestion(msgspec.Struct, frozen=True):
+    """A request whose answer depends on more than its path."""
+
+    path: str
+    """What follows the question's own path: empty, or from a slash on."""
+    query: tuple[tuple[str, str], ...]
+    """Parameters of the query string, in order; empty values included."""
+    headers: Mapping[str, str]
+    """Headers by their names in lower case; the values of a repeated one are joined by commas."""
+
+
 class HttpPort:
     """HTTP server that answers from `start` to `stop` on threads of its own."""
 
@@ -91,13 +103,15 @@ class HttpPort:
         pages: Mapping[str, Callable[[], HttpAnswer]] | None = None,
         actions: Mapping[str, Callable[[], Readiness]] | None = None,
         named_actions: Mapping[str, Callable[[str], Readiness]] | None = None,
+        questions: Mapping[str, Callable[[HttpQuestion], HttpAnswer]] | None = None,
     ) -> None:
         """Bind the port; 0 takes a free one.
 
         `status` returns a JSON document; `refresh` is called before the metrics are read; `warnings` are shown by
         ``/healthz``, one on each line after the first. `pages` maps further paths to functions that make them.
         `actions` maps paths to functions that a POST calls; the result says whether the action was carried out. One of
-        `named_actions` gets the name that follows its path and a slash.
+        `named_actions` gets the name that follows its path and a slash. `questions` answer requests of any method for
+        their path and all paths below it.
         """
         gets = {
             "/metrics": lambda: _metrics(registry, refresh),
@@ -112,7 +126,8 @@ class HttpPort:
         self._workers = _Workers()
         self._sockets: dict[int, Any] = {}
         """Every socket of this port by its descriptor; used by the thread `http` alone while it runs."""
-        self._server = _Server(_Application(gets, posts, named_actions or {}), listener, self._workers, self._sockets)
+        application = _Application(gets, posts, named_actions or {}, questions or {})
+        self._server = _Server(application, listener, self._workers, self._sockets)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
 
@@ -167,13 +182,20 @@ class _Application:
         gets: Mapping[str, Callable[[], HttpAnswer]],
         posts: Mapping[str, Callable[[], HttpAnswer]],
         named: Mapping[str, Callable[[str], Readiness]],
+        questions: Mapping[str, Callable[[HttpQuestion], HttpAnswer]],
     ) -> None:
         self._routes = {"GET": gets, "POST": posts}
         self._named = named
+        self._questions = questions
 
     def __call__(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         method = request["REQUEST_METHOD"]
-        answer = self._answer("GET" if method == "HEAD" else method, request["PATH_INFO"])
+        path = request["PATH_INFO"]
+        first, slash, rest = path[1:].partition("/")
+        if (question := self._questions.get(f"/{first}")) is not None:
+            answer = _guarded(partial(question, _question(slash + rest, request)), path)
+        else:
+            answer = self._answer("GET" if method == "HEAD" else method, path)
         length = str(len(answer.body))
         headers = [("Content-Type", answer.content_type), ("Content-Length", length), *answer.headers]
         start(f"{answer.status.value} {answer.status.phrase}", headers)
@@ -188,12 +210,21 @@ class _Application:
             return _text(HTTPStatus.NOT_IMPLEMENTED, f"no page takes {method}")
         route = routes.get(path)
         if route is None:
-            return _text(HTTPStatus.NOT_FOUND, f"known: {', '.join(sorted(routes))}")
-        try:
-            return route()
-        except Exception:  # noqa: BLE001  # an error in one page must not end the server
-            get_log(__name__).exception("page_failed", path=path)
-            return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this page could not be made")
+            return _text(HTTPStatus.NOT_FOUND, f"known: {', '.join(sorted((*routes, *self._questions)))}")
+        return _guarded(route, path)
+
+
+def _guarded(route: Callable[[], HttpAnswer], path: str) -> HttpAnswer:
+    try:
+        return route()
+    except Exception:  # noqa: BLE001  # an error in one page must not end the server
+        get_log(__name__).exception("page_failed", path=path)
+        return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this page could not be made")
+
+
+def _question(path: str, request: WSGIEnvironment) -> HttpQuestion:
+    headers = {name[5:].replace("_", "-").lower(): value for name, value in request.items() if name.startswith("HTTP_")}
+    return HttpQuestion(path, tuple(parse_qsl(request["QUERY_STRING"], keep_blank_values=True)), headers)
 
 
 def _metrics(registry: CollectorRegistry, refresh: Callable[[], None]) -> HttpAnswer:

@@ -155,6 +155,9 @@ PUBLICATIONS_REFUSED = _declare(
 FOREIGN_ACTS = _declare(
     _E, _COUNTER, "sidecar_foreign_acts_total", "what", "weights, pauses and resumes of the server by another party"
 )
+ADMISSIONS = _declare(
+    _E, _COUNTER, "sidecar_admissions_total", "verdict", "requests asked about at /admit: admitted, or why not"
+)
 CALL_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_call_seconds", "call", "HTTP calls to the server")
 CALL_FAILURES = _declare(_E, _COUNTER, "sidecar_call_failures_total", "call", "HTTP calls that failed")
 STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the engine's time by step of a round")

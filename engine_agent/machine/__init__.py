@@ -5,6 +5,14 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from .admission import (
+        BOUND_HEADERS as BOUND_HEADERS,
+        AdmissionVerdict as AdmissionVerdict,
+        BadBounds as BadBounds,
+        VersionBounds as VersionBounds,
+        admit as admit,
+        version_name as version_name,
+    )
     from .engine_machine import (
         ORPHANED_S as ORPHANED_S,
         EngineMachine as EngineMachine,

@@ -246,7 +246,25 @@ class EngineMachine:
             checkpoint=self._checkpoint,
             orphaned=self._orphaned,
             declined=self._declined,
+            begins_with=self._begins_with(),
+            paused_at=self._paused_at if self.paused is True else None,
         )
+
+    def _begins_with(self) -> tuple[Version | None, ...]:
+        state, held = self.weights.state, self.held
+        if not self.up or self._stilled or self._taken:
+            return ()
+        if self.health is EngineHealth.CLEAN:
+            serves = held.version if held else None
+            coming = self._prepared[0] if self._prepared and self._reached is not None else serves
+            return (serves,) if coming == serves else (serves, coming)
+        if held is not None and (state is WeightState.ORPHANED or self._reached is Step.VERIFY):
+            return (held.version,)
+        arriving = self._running is not None and isinstance(self._running.operation, Receive | Verify)
+        if not arriving or not self.weights.replaces_clean:
+            return ()
+        before = (self.weights.replaced,) if state is WeightState.STAGED else ()
+        return tuple(dict.fromkeys((*before, self.weights.taking)))
 
     def check(self) -> None:
         """Raise `InvariantBroken`, with the event trace, when fields contradict each other."""
@@ -815,6 +833,18 @@ class ServerView(msgspec.Struct, frozen=True):
     """True while the server may not be clean, and no coordinator was heard of for the setting `orphaned_s`."""
     declined: str = ""
     """Why the last version that was announced does not fit the server; empty once one does."""
+    begins_with: tuple[Version | None, ...] = ()
+    """Versions that a request may begin with that reaches the server now; null: the weights of its launch.
+
+    The first is the one that it holds; a second one is of the round under way, found to fit, and may be swapped in at
+    any moment. Empty while neither is known: the weights are dirty or unknown, or the server does not generate."""
+    paused_at: float | None = None
+    """When this sidecar paused the server, on the clock of its events; null while it is not paused."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the server generates from clean weights, outside of any round."""
+        return self.health is EngineHealth.CLEAN and self.reached is None and not self.paused
 
     @property
     def on_its_way(self) -> bool:

@@ -193,6 +193,16 @@ class Weights:
         """The version that the state refers to; null: none, or the weights of the launch."""
         return self.held.version if self.held else self.taking
 
+    @property
+    def replaces_clean(self) -> bool:
+        """Whether the last transfer began over clean weights, to which `WeightsUnchanged` goes back."""
+        return self._before[0] is WeightState.PAUSED
+
+    @property
+    def replaced(self) -> Version | None:
+        """The version from before the last transfer; null: none, or the weights of the launch."""
+        return self._before[1].version if self._before[1] else None
+
     def handle(self, event: WeightEvent, now: float) -> bool:
         """Take `event`, which happened at `now`; returns whether the state must be durable before its effects.
 

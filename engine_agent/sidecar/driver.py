@@ -103,6 +103,7 @@ from ..machine import (
     name_of,
 )
 from ..state_file import EffectDispatcher, LockHeld, StateFile, StateWriter, server_claim
+from .admission_page import AdmissionPage
 from .file_resync import FileResync
 from .memory_release import MemoryRelease, Noticed
 from .operation_executor import LOOK_S, OperationExecutor
@@ -280,6 +281,7 @@ class EngineAgent:
             status=self._status,
             warnings=lambda: filter(None, (self._trust.problem or self._trust.warning,) if self._trust else ()),
             actions={"/give-back": self._give_back} if self.settings.gives_back else {},
+            questions={"/admit": AdmissionPage(lambda: self._view, self._cause_of_trouble, self.metrics).answer},
         )
         self.http_port = http.port
         http.start()
@@ -355,6 +357,10 @@ class EngineAgent:
         """Why the server can take no version now; None if it can."""
         trouble = self._monitor.trouble
         return trouble if trouble is None or not self._view.up or trouble.starting else None
+
+    def _cause_of_trouble(self) -> str:
+        trouble = self._trouble()
+        return trouble.lasting() if trouble else ""
 
     def _tell_trouble(self) -> None:
         """Report the topology again when the trouble has changed, or why the server is not clean.

@@ -10,20 +10,26 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 
 import pytest
 import structlog
 
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.server import http_server as http_module, metrics as telemetry
-from weightbus.control.server.http_server import HttpAnswer, HttpPort, Readiness
+from weightbus.control.server.http_server import HttpAnswer, HttpPort, HttpQuestion, Readiness
 from weightbus.control.server.metrics import Metrics, MetricSource
 
 
 class World:
     """What the port shows, to be changed by tests."""
 
-    def __init__(self, address: str = "127.0.0.1", pages: Mapping[str, Callable[[], HttpAnswer]] | None = None) -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1",
+        pages: Mapping[str, Callable[[], HttpAnswer]] | None = None,
+        questions: Mapping[str, Callable[[HttpQuestion], HttpAnswer]] | None = None,
+    ) -> None:
         self.verdict = Readiness(True)
         self.broken = False
         self.document = b'{"boot":1}'
@@ -35,6 +41,7 @@ class World:
             readiness=lambda: self.verdict,
             status=self._status,
             pages=pages,
+            questions=questions,
         )
         self.port.start()
 
@@ -94,6 +101,43 @@ def test_head_is_get_without_the_body(world: World) -> None:
         assert head.split()[1] == str(expected).encode()
         assert f"Content-Length: {len(world.ask(path)[2].encode())}".encode() in head
         assert not body
+
+
+def asking(world: World, raw: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", world.port.port), timeout=10) as asked:
+        asked.sendall(raw)
+        return b"".join(iter(lambda: asked.recv(4096), b""))
+
+
+def test_questions_of_any_method() -> None:
+    """A proxy asks with its request's method, path, query and headers, and gets status and headers of the answer."""
+    asked: list[HttpQuestion] = []
+
+    def answer(question: HttpQuestion) -> HttpAnswer:
+        asked.append(question)
+        if "breaks" in question.path:
+            raise RuntimeError
+        return HttpAnswer("text/plain", b"no", HTTPStatus.CONFLICT, (("Retry-After", "1"),))
+
+    world = World(questions={"/ask": answer})
+    try:
+        got = asking(
+            world,
+            b"POST /ask/v1/x?a=1&b=&a=2 HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\nX-One: 1\r\nx-one: 2\r\n\r\n",
+        )
+        assert got.startswith(b"HTTP/1.1 409 Conflict")
+        assert b"Retry-After: 1" in got
+        assert (asked[0].path, asked[0].query) == ("/v1/x", (("a", "1"), ("b", ""), ("a", "2")))
+        assert asked[0].headers["x-one"] == "1, 2"
+        for path, left in (("/ask", ""), ("/ask/", "/")):
+            assert world.ask(path)[0] == 409
+            assert asked[-1].path == left
+        assert world.ask("/ask/breaks")[0] == 500
+        status, _, body = world.ask("/asking")
+        assert (status, "/ask" in body) == (404, True)
+        assert len(asked) == 4
+    finally:
+        world.port.stop()
 
 
 def test_unknown_path_names_the_known_ones(world: World) -> None:

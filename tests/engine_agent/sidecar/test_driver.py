@@ -242,6 +242,26 @@ def test_a_round_in_the_right_order(deployment: Deployment) -> None:
     assert deployment.view.held.version == 7
 
 
+def test_requests_are_admitted_by_the_version_that_the_server_holds(deployment: Deployment) -> None:
+    """`/admit` of the sidecar's port follows each round, also one that leaves mixed weights."""
+    assert deployment.agent is not None
+    url = f"http://127.0.0.1:{deployment.agent.http_port}/admit"
+
+    def ask(bounds: str = "") -> tuple[int, str | None]:
+        answer = httpx.get(f"{url}?{bounds}", trust_env=False)
+        return answer.status_code, answer.headers.get("Weightbus-Version")
+
+    assert (ask(), ask("min=0")) == ((200, "launch"), (409, "launch"))
+    deployment.publish(7)
+    assert (ask("exact=7"), ask("min=8"), ask("max=6")) == ((200, "7"), (409, "7"), (409, "7"))
+    deployment.fake.inject("/update_weights_from_tensor", "refuse", after=1)
+    with pytest.raises(PublishFailed):
+        deployment.publish(8)
+    assert (ask(), ask("min=7")) == ((503, None), (503, None))
+    deployment.publish(9)
+    assert (ask("min=8"), ask("exact=7")) == ((200, "9"), (409, "9"))
+
+
 def test_replicas_take_files_beside_a_plain_server(tmp_path: Path, coordinator: tuple[int, Path]) -> None:
     """One round, one table: what is predicted for the plain server says nothing of the ranks of several replicas."""
     plain, replicas = Deployment(tmp_path / "x", coordinator), Deployment(tmp_path / "y", coordinator, "e1")
