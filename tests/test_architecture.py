@@ -25,6 +25,7 @@ ROOT_ENTRIES = {
     "CONTRIBUTING.md",
     "LICENSE",
     "SECURITY.md",
+    "TROUBLESHOOTING.md",
 }
 
 
