@@ -44,7 +44,7 @@ from .collective_source import (
     on_all_ranks,
 )
 from .hf_module import device_of, served_dtypes
-from .tensor_dtypes import Served, TensorDtypes
+from .tensor_dtypes import Served, TensorDtypes, kept_in_float32, transformers_class
 from .tensor_placement import placements_of, replica_digests
 from .wrappers import architecture, check_wrappers
 
@@ -165,7 +165,7 @@ class ExportedSource(CollectiveSource):
         super().close()
 
     def _describe(self, dtypes: TensorDtypes) -> tuple[RankLayout, _Listing]:
-        found = _listed(self._export(), dtypes)
+        found = _listed(self._export(), dtypes, self.model)
         facts = {"model": repr(self.model), TENSORS: Shards.of(found.tensors, []).digest()}
         return RankLayout(facts, b""), found
 
@@ -205,7 +205,7 @@ class _Listing(NamedTuple):
     """Device of the first tensor."""
 
 
-def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtypes: TensorDtypes) -> _Listing:
+def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtypes: TensorDtypes, model: str) -> _Listing:
     """Read one pass. Raises a `SourceError` for a tensor that cannot be served."""
     tensors: list[TensorSpec] = []
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -214,7 +214,7 @@ def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtypes: TensorDtypes) 
         tensor = _readable(found)
         if name in forms:
             raise LayoutMismatch(f"{name!r} was exported twice in one pass: a tensor has one name, and goes once")
-        served = _served(name, tensor, dtypes)
+        served = _served(name, tensor, dtypes, model)
         device = device if tensors else tensor.device
         tensors.append(TensorSpec(name, served, tuple(tensor.shape)))
         forms[name] = tuple(tensor.shape), tensor.dtype
@@ -282,9 +282,11 @@ def _check_alike(name: str, tensor: torch.Tensor, listing: _Listing, seen: Abstr
         raise UnknownParameter(name, shape, str(dtype), advice)
 
 
-def _served(name: str, tensor: torch.Tensor, dtypes: TensorDtypes) -> str:
-    exported = _name(tensor.dtype)
-    wanted = dtypes.dtype if dtypes.dtype is not None and tensor.is_floating_point() else exported
+def _served(name: str, tensor: torch.Tensor, dtypes: TensorDtypes, model: str) -> str:
+    exported = wanted = _name(tensor.dtype)
+    if dtypes.dtype is not None and tensor.is_floating_point() and exported != dtypes.dtype:
+        kept = kept_in_float32(transformers_class(model), name, dtypes.dtype)
+        wanted = "float32" if kept else dtypes.dtype
     if advice := unreadable_reason(tensor, rounded=False):
         raise UnknownParameter(name, tensor.shape, exported, advice)
     if exported.startswith(_EIGHT_BITS):

@@ -8,6 +8,7 @@ is widened, which changes no value. Only headers of files are read, never weight
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -80,8 +81,14 @@ def has_files(folder: Path) -> bool:
         return False
 
 
-def kept_in_float32(module: torch.nn.Module, name: str, dtype: str) -> bool:
-    """Whether transformers keeps the tensor `name` in float32 in a model of `dtype`, as its class says.
+def transformers_class(architecture: str) -> type | None:
+    """The class of this name, where this process has imported transformers and that has one."""
+    found: object = getattr(sys.modules.get("transformers"), architecture, None)
+    return found if isinstance(found, type) else None
+
+
+def kept_in_float32(model: object, name: str, dtype: str) -> bool:
+    """Whether transformers keeps the tensor `name` in float32 in a model of `dtype`, as `model` or its class says.
 
     ``_keep_in_fp32_modules`` is for float16 alone, ``_keep_in_fp32_modules_strict`` for any 16 bits.
     """
@@ -89,5 +96,5 @@ def kept_in_float32(module: torch.nn.Module, name: str, dtype: str) -> bool:
         "float16": ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
         "bfloat16": ("_keep_in_fp32_modules_strict",),
     }
-    parts = [part for each in lists.get(dtype, ()) for part in getattr(module, each, None) or ()]
+    parts = [part for each in lists.get(dtype, ()) for part in getattr(model, each, None) or ()]
     return any(re.search(part.replace("*", ".*"), name) for part in parts)  # as transformers looks for them

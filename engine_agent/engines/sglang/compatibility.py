@@ -8,7 +8,7 @@ with half of the weights. So a version or a manifest that is not known to be rig
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -299,7 +299,7 @@ def _dtypes(manifest: Manifest, facts: ServerFacts, expected: Expected, held: He
     ]
     yield (
         f"{len(wrong)} tensors are in a dtype that this server would cast in silence, to other values: "
-        f"{'; '.join(shown)}: {rule.advice(wrong)}"
+        f"{'; '.join(shown)}: {rule.advice(wrong, manifest)}"
     )
 
 
@@ -356,11 +356,16 @@ class _DtypeRule:
             served = f"{self._launched} in the server ({self._why()})"
         return f"{name!r} is {tensor.dtype} in the manifest (as the trainer's source serves it), {stored}, {served}"
 
-    def advice(self, wrong: Iterable[TensorSpec]) -> str:
-        """The setting to change."""
+    def advice(self, wrong: Sequence[TensorSpec], manifest: Manifest) -> str:
+        """The setting to change.
+
+        Where some tensors are taken, one dtype is not what is missing: the source keeps others beside it, as those that
+        transformers keeps in float32.
+        """
         wanted = {self.wanted(name) for name in self._expected.shapes} & _FLOATS
         sent = {tensor.dtype for tensor in wrong}
-        if len(wanted) == 1:
+        some_fit = len(wrong) < sum(tensor.dtype in _FLOATS for tensor in manifest.tensors)
+        if len(wanted) == 1 and not some_fit:
             change = f"build the trainer's source with dtype=torch.{next(iter(wanted))}"
         else:
             dtype = f", dtype=torch.{self._launched}" if self._launched != self._main else ""
@@ -368,7 +373,7 @@ class _DtypeRule:
                 f"build the trainer's source with served={self._expected.folder or 'the served checkpoint'!r}{dtype},"
                 " which gives each tensor its own dtype"
             )
-        if len(sent) == 1 and sent <= _FLOATS and self._launched not in sent:
+        if len(sent) == 1 and sent <= _FLOATS and self._launched not in sent and not some_fit:
             change += f", or launch the server with --dtype {next(iter(sent))}"
         return change
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +144,29 @@ def test_what_transformers_keeps_in_float32_is_kept(dtype: str, kept: set[str]) 
         {"up.weight", "gate.weight", "gate.bias", "norm.weight"})  # fmt: skip
     module._keep_in_fp32_modules_strict = ("up.*weight",)
     assert kept_in_float32(module, "layers.0.up.proj.weight", "bfloat16")
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_source_keeps_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exported tensors have no module: the class in transformers says it, where the trainer has imported that."""
+    module = Tiny()
+    wanted = found(HFModuleSource(module, dtype=dtype))
+    assert wanted["gate.bias"] == "float32"
+    monkeypatch.setattr("sys.modules", {**sys.modules, "transformers": SimpleNamespace(Tiny=Tiny, tiny=3)})
+    for served in (None, {"up.weight": dtype}):
+        exported = ExportedSource(lambda: iter(module.state_dict().items()), model="Tiny", dtype=dtype, served=served)
+        assert found(exported) == wanted
+        assert torch.equal(export(exported, 100)["gate.bias"], module.gate.bias)
+        exported.close()
+    unknown = ExportedSource(lambda: iter(module.state_dict().items()), model="tiny", dtype=dtype)
+    assert found(unknown)["gate.bias"] == str(dtype).removeprefix("torch.")
+    unknown.close()
+    monkeypatch.undo()
+    for kind in (FSDPSource, FullTensorSource):
+        source = kind(module, dtype=dtype)
+        assert found(source) == wanted
+        source.close()
 
 
 def test_an_index_names_the_files(tmp_path: Path) -> None:

@@ -651,3 +651,16 @@ def test_nothing_that_is_taken_becomes_infinite(kept: Path, launched: str, sent:
     main = validate.launch_dtype(server, checkpoint.expected(kept))
     assert sent == main
     assert held != "float16" or apart == "float16", "values of the others are infinite there"
+
+
+def test_tensors_that_a_source_keeps_apart_need_the_served_files(folder: Path) -> None:
+    """A source that was given the right dtype, and keeps norms in float32 beside it, is not told to take that dtype."""
+    found, dialect = checkpoint.expected(folder), dialect_of("0.5.23")
+    manifest = Manifest.of("Qwen3ForCausalLM", in_dtype(folder, "float16", "float32"))
+    with pytest.raises(UnfitManifest) as refused:
+        validate.check(manifest, facts(dtype="float16"), dialect, found, "local")
+    told = str(refused.value)
+    assert re.search(
+        rf"1 tensors are .*'{KEPT}' is float32 .* source with served='.*', dtype=torch.float16, which", told
+    )
+    assert "--dtype float32" not in told
