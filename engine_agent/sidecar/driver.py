@@ -813,6 +813,7 @@ class EngineAgent:
             "facts": self._facts if self._view.up else None,
             "taken": self._executor.taken,
             "cast": self._executor.cast,
+            "takes": self._executor.takes,
         }
         return msgspec.json.encode(document)
 

@@ -114,6 +114,8 @@ class LeftPart:
             return None  # also where the server holds another dtype than its files
         left = Manifest.of(layout.model, [each.spec for each in stored])
         plan = SglangDigestPlan(left, [(algorithm, tp)], _head_dim(checkpoint))
+        if not plan.layouts and not plan.on_gpu:
+            return None  # without reading what may be gigabytes while requests wait
         digester = SglangDigester(plan)
         places = {each.spec.name: each for each in stored}
         for index in range(len(left.buckets)):

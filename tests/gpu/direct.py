@@ -10,12 +10,23 @@ after they were overwritten with noise in between.
     python3 tests/gpu/direct.py --tp 2                two devices: trainer ranks and engine workers, crosswise
     python3 tests/gpu/direct.py --layers 48 --layout ep2 --memory 0.95
                                                       all of the model: 61 GB twice, on one device of 140 GB
-    python3 tests/gpu/direct.py --config FILE         another model, by its config.json
-    python3 tests/gpu/direct.py --device cpu          the same steps with a tiny model and shared memory
+    python3 tests/gpu/direct.py --config FILE         another model, by its config.json: tests/gpu/models has shapes of
+                                                      GLM-4.5, DeepSeek-V3 and Qwen3-Next, few layers, for 80 GB
+    python3 tests/gpu/direct.py --also FILE           another model after the first, with servers of its own
+    python3 tests/gpu/direct.py --device cpu          the same steps with tiny models and shared memory
 
-Prints one JSON object; `--out FOLDER` writes colocated.json, peer.json and crosswise.json there. Exits with 1 unless
-everything was equal. While versions are published a client generates; `pause_gap_s` is the longest gap between two of
-its tokens, less the usual one.
+How many times as fast as SGLang's buckets a copy is depends on the sizes of tensors: `--also
+tests/gpu/models/glm-4.5.json` compares few large ones in the same run. A prediction layer that a config names is in the
+files of the served checkpoint; the trainer does not hold it and leaves it, unless `--predictions` has it trained and
+sent.
+
+Bytes are those that engines take, by the plans of their sidecars: a prediction layer that is sent to a server that does
+not speculate is not among them (`version_bytes` has everything).
+
+Prints one JSON object; `--out FOLDER` writes colocated.json, peer.json and crosswise.json there, with the name of the
+file behind a dash for other models. Exits with 1 unless everything was equal, and unless every copy took at least as
+long as a plain copy of its bytes (rig.MOST_OF_PLAIN). While versions are published a client generates; `pause_gap_s` is
+the longest gap between two of its tokens, less the usual one.
 """
 
 from __future__ import annotations
@@ -50,11 +61,20 @@ STEADY = 6
 
 
 def orchestrate(args: argparse.Namespace) -> int:
-    """Start everything, run the trainer, write what it has measured so far."""
+    """One model after another."""
+    results: dict[str, Any] = {}
+    for config in (None, *(args.also or ())):
+        results |= run(args, config)
+    sys.stdout.write(json.dumps(results) + "\n")
+    return 0 if results and all(each["equal"] for each in results.values()) else 1
+
+
+def run(args: argparse.Namespace, config: str | None) -> dict[str, Any]:
+    """Start everything for the model of `config` or of the arguments, run the trainer, write what it has measured."""
     from weightbus.trainer_agent.demo.child_processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-direct-"))
-    hf = rig.model_of(args)
+    hf = rig.model_of(args, config)
     rig.write_model(work / "model", hf)
     with Programs(work) as programs:
         layout = rig.start_coordinator(programs, work)
@@ -66,23 +86,24 @@ def orchestrate(args: argparse.Namespace) -> int:
         if args.tp > 1:
             command = rig.ranks_command(__file__, args.tp, arguments)
         trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
-        problem = rig.follow(
-            programs, trainer, work, args=args, name="direct", news=lambda: write(args, work, hf, "under way")
-        )
-    results = write(args, work, hf, problem)
-    sys.stdout.write(json.dumps(results) + "\n")
-    return 0 if results and not problem and all(each["equal"] for each in results.values()) else 1
+        name = Path(config or args.config or "").stem
+        news = lambda: write(args, work, hf, "under way", name)  # noqa: E731
+        problem = rig.follow(programs, trainer, work, args=args, name=f"direct-{name}".rstrip("-"), news=news)
+    found = write(args, work, hf, problem, name)
+    return found or {f"none-{name}".rstrip("-"): {"equal": False, "problem": problem or "nothing was measured"}}
 
 
-def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str) -> dict[str, Any]:
-    """All that is known by now, by place."""
+def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str, name: str) -> dict[str, Any]:
+    """All that is known by now, by place, and behind a dash by the model's name."""
     result = work / "result.json"
     measured: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     results = {}
     for place, found in measured.items():
-        equal = found["equal"] and found["complete"] and not problem
-        results[place] = {**rig.describe("direct.py", args.device, hf), **found, "equal": equal, "problem": problem}
-        rig.write_result(args.out, place, results[place])
+        wrong = problem or found.pop("problem", "")
+        equal = found["equal"] and found["complete"] and not wrong
+        key = f"{place}-{name}".rstrip("-")
+        results[key] = {**rig.describe("direct.py", args.device, hf), **found, "equal": equal, "problem": wrong}
+        rig.write_result(args.out, key, results[key])
     return results
 
 
@@ -119,7 +140,7 @@ def train(args: argparse.Namespace) -> None:
     work = Path(args.trainer_of)
     layout = rig.read_layout(work)
     hf = rig.read_config(work)
-    rig.play_cuda(args.device)
+    rig.prepare(hf, args.device)
     fleet = rig.Fleet(layout, hf["max_position_embeddings"])
     spread = args.tp > 1
     measured = train_ranks(args, work, layout, fleet) if spread else train_shards(args, work, hf, layout, fleet)
@@ -147,7 +168,7 @@ def train_ranks(args: argparse.Namespace, work: Path, layout: dict[str, Any], fl
     if args.device == "cuda":
         torch.cuda.set_device(args.tp - 1 - int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=dt.timedelta(seconds=args.deadline))
-    chunks = rig.build(rig.read_config(work), args.device, tp=args.tp)
+    chunks = rig.build(rig.read_config(work), args.device, predictions=args.predictions, tp=args.tp)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     source: Any = MegatronSource(chunks, hf_config=work / "model", dtype=torch.bfloat16)
     source.refill = lambda seed: rig.refill(parameters, seed)
@@ -170,7 +191,7 @@ def train_shards(
         shape = LAYOUTS[name]
         if name == "ep2" and not hf.get("num_experts") and not hf.get("n_routed_experts"):
             continue
-        source = LayoutShards(hf, torch.device(args.device, 0), 2, **shape)
+        source = LayoutShards(hf, torch.device(args.device, 0), 2, predictions=args.predictions, **shape)
         rig.log(f"{name}: {sum(each.nbytes for each in source.parameters) / 1e9:.1f} GB of parameters")
         fleet.wait_ready(args.deadline)
         for place, numbers in versions.items():
@@ -192,9 +213,11 @@ def publish(  # noqa: PLR0917
     first, oracle = next(numbers), next(numbers)
     source.refill(first)
     with rounds(source, layout, place, "direct", more) as (publish_one, agent):
-        found["bytes"] = agent.manifest.nbytes
+        found["version_bytes"] = agent.manifest.nbytes
         found["tensors"] = len(agent.manifest.tensors)
+        found["left"] = [each.name for each in agent.manifest.left]
         found["first"] = publish_one(first, fleet)
+    found["bytes"] = fleet.takes(place, "direct")
     del publish_one, agent  # and with it the memory that a quantized source was exposed in: the next one takes as much
     gc.collect()
     ours = fleet.checksum(place) if source.root else []
@@ -285,68 +308,75 @@ def generating(fleet: rig.Fleet, place: str, *, active: bool) -> Iterator[client
 
 
 def plain_copies(args: argparse.Namespace, place: str, layouts: dict[str, Any]) -> dict[str, Any]:
-    """How long plain copies of as many bytes take: 4 GB at a time, as often as it takes."""
+    """How long plain copies of as many bytes take as the engine's worker does: 4 GB at a time, as often as it takes."""
     import torch
 
     nbytes = max(each["bytes"] for each in layouts.values())
-    if place == "crosswise":
-        nbytes //= args.tp  # each worker takes its part, all at a time
     chunk = min(nbytes, 4 * 10**9)
-    if args.device == "cpu":
-        source, target = torch.ones(chunk, dtype=torch.uint8), torch.zeros(chunk, dtype=torch.uint8)
+    cuda = args.device == "cuda"
+    here = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    there = here if place == "colocated" or not cuda else torch.device("cuda", 1 - here.index)
+    source = torch.ones(chunk, dtype=torch.uint8, device=here)
+    target = torch.zeros(chunk, dtype=torch.uint8, device=there)
+    times = [copy_seconds(target, source) for _ in range(6)]
+    del source, target
+    if cuda:
+        torch.cuda.empty_cache()
+    return {"device_copy_s" if place == "colocated" else "peer_copy_s": min(times[1:]) * nbytes / chunk}
+
+
+def copy_seconds(target: Any, source: Any) -> float:
+    """How long a plain copy takes."""
+    import torch
+
+    if not source.is_cuda:
         began = time.perf_counter()
         target.copy_(source)
-        return {"device_copy_s" if place == "colocated" else "peer_copy_s": time.perf_counter() - began}
-    here = torch.device("cuda", torch.cuda.current_device())
-    there = here if place == "colocated" else torch.device("cuda", 1 - here.index)
-    source, target = (
-        torch.ones(chunk, dtype=torch.uint8, device=here),
-        torch.zeros(chunk, dtype=torch.uint8, device=there),
-    )
-    times = []
-    for _ in range(6):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1000)
-    del source, target
-    torch.cuda.empty_cache()
-    return {"device_copy_s" if place == "colocated" else "peer_copy_s": min(times[1:]) * nbytes / chunk}
+        return time.perf_counter() - began
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """The figures of the slower layout, and whether all were right."""
     worst: dict[str, Any] = {}
+    plain = found.get("device_copy_s") or found.get("peer_copy_s")
     for name, each in found["layouts"].items():
         steady = [one["sidecar_s"] for one in each["steady"]]
         step = {key: min(one.get(f"step:transfer_{key}", 0.0) for one in steady) for key in ("copy", "verify")}
         first = each["first"]["sidecar_s"]
         gaps = [one["pause_gap_s"] for one in each["steady"] if "pause_gap_s" in one]
+        bucket = sum(
+            seconds
+            for key, seconds in each["flattened_bucket"]["sidecar_s"].items()
+            if key.startswith("call:update_weights")
+        )
         figures = {
             "layout": name,
             "bytes": each["bytes"],
+            "mean_tensor_bytes": each["version_bytes"] // each["tensors"],
             "replay_s": step["copy"],
             "verify_s": step["verify"],
-            "sglang_bucket_s": sum(
-                seconds
-                for key, seconds in each["flattened_bucket"]["sidecar_s"].items()
-                if key.startswith("call:update_weights")
-            ),
+            "sglang_bucket_s": bucket,
             "record_s": first.get("step:transfer_record", 0.0),
             "plan_s": sum(
                 each["first"]["sidecar_s"].get(f"step:transfer_{key}", 0.0) for key in ("plan", "agree", "adopt")
             ),
             "pause_gap_s": min(gaps, default=None),
             "http_calls": max(one["http_calls"] for one in each["steady"]),
+            "of_plain_copy": plain / step["copy"] if plain and step["copy"] else None,
+            "over_sglang_bucket": bucket / step["copy"] if step["copy"] else None,
         }
         each["figures"] = figures
         if not worst or figures["replay_s"] > worst["replay_s"]:
             worst = figures
     figures = [each["figures"] for each in found["layouts"].values()]
     worst |= {key: max(each[key] for each in figures) for key in ("record_s", "plan_s")}  # the second layout is known
-    plain = found.get("device_copy_s") or found.get("peer_copy_s")
+    fastest = max((each["of_plain_copy"] for each in figures if each["of_plain_copy"]), default=None)
     sound = all(
         one["outcome"].endswith("committed")
         for each in found["layouts"].values()
@@ -354,9 +384,8 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         **worst,
-        "of_plain_copy": plain / worst["replay_s"] if plain and worst["replay_s"] else None,
-        "over_sglang_bucket": worst["sglang_bucket_s"] / worst["replay_s"] if worst["replay_s"] else None,
         "equal": sound and all(each["equal"] for each in found["layouts"].values()),
+        "problem": rig.too_fast(fastest, "a plain copy"),
     }
 
 
@@ -366,6 +395,8 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1, help="ranks of trainer and engine, on as many GPUs")
     parser.add_argument("--layout", action="append", choices=tuple(LAYOUTS), help="of a trainer in one process; all")
     parser.add_argument("--config", help="config.json of another model")
+    parser.add_argument("--also", action="append", metavar="FILE", help="and of one more, after it; repeatable")
+    rig.ask_for_predictions(parser)
     args = parser.parse_args()
     if args.trainer_of:
         train(args)

@@ -1,9 +1,11 @@
 """Engines of other shapes on GPUs: draft models, expert and attention data parallelism, FP8. Against real SGLang.
 
 Every case has a server with its sidecar, a coordinator and a Megatron-core trainer with random weights of its own, and
-a deadline of its own; all servers start at once. What a round leaves in a server is compared with what the server loads
-by itself from a checkpoint that was written in the same pass: the server's own checksums of its live parameters, those
-of its draft models too, and the tokens that it generates. In between, the parameters are overwritten with noise.
+a deadline of its own; all servers start at once. One that compiles kernels answers nothing for a while, also after its
+sidecar joined: the first publication waits for it (N61). What a round leaves in a server is compared with what the
+server loads by itself from a checkpoint that was written in the same pass: the server's own checksums of its live
+parameters, those of its draft models too, and the tokens that it generates. In between, the parameters are overwritten
+with noise.
 
     python3 tests/gpu/engines.py draft fp8 fp8-dense saver
                                                        one CUDA device
@@ -384,7 +386,8 @@ def differing(one: list[dict[str, str]], other: list[dict[str, str]]) -> int:
 
 
 def main() -> int:
-    parser = rig.parser(__doc__, memory=0.5, deadline=270.0, whose="for a case, its server's start included")
+    # What other servers take while one loads counts against its share; `--max-total-tokens` bounds what it takes.
+    parser = rig.parser(__doc__, memory=0.8, deadline=450.0, whose="for a case, its server's start included")
     parser.add_argument("case", nargs="+", choices=tuple(CASES))
     parser.add_argument("--graphs", action="store_true", help="let servers capture CUDA graphs: a minute more")
     args = parser.parse_args()

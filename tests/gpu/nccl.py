@@ -6,8 +6,10 @@
 
 Versions come by `sends`, by `distributed`, by SGLang's flattened buckets, and by a broadcast for each tensor as slime
 drives it (stock_paths.py), all into the same server. Its own checksums of its live parameters must be the same every
-way, and other ones after they were overwritten with noise. A bare send of as many bytes is the floor. Deaths over NCCL
-are in deaths.py, joining engines in joiner.py.
+way, and other ones after they were overwritten with noise. A bare send of as many bytes as its worker takes, by its
+sidecar's plan, is the floor: a wire that is faster has carried fewer (rig.MOST_OF_PLAIN), and the program fails.
+Prediction layers are left unless `--predictions` has them trained and sent. Deaths over NCCL are in deaths.py, joining
+engines in joiner.py.
 
 Prints one JSON object; `--out FOLDER` writes nccl.json there after every step, so that a run that is cut short leaves
 its figures. Exits with 1 unless everything was equal.
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +57,10 @@ def orchestrate(args: argparse.Namespace) -> int:
         file = work / "result.json"
         measured = json.loads(file.read_text()) if file.exists() else {}
         found = {**rig.describe("nccl.py", args.device, hf), "equal": False, **measured}
+        problem = problem or found.get("problem", "")
         if problem:
             found |= {"problem": problem, "equal": False}
-        rig.write_result(args.out, "nccl", found)
+        rig.write_result(args.out, f"nccl-{Path(args.config or '').stem}".rstrip("-"), found)
         return found
 
     with Programs(work) as programs:
@@ -75,14 +79,14 @@ def orchestrate(args: argparse.Namespace) -> int:
 def train(args: argparse.Namespace) -> None:
     """Bring versions every way, and compare what the server holds; results are written after every step."""
     import torch
-    from shards import LayoutShards
-    from stock_paths import StockPath
 
     work = Path(args.trainer_of)
-    rig.play_cuda(args.device)
     layout, hf = rig.read_layout(work), rig.read_config(work)
+    rig.prepare(hf, args.device)
+    from shards import LayoutShards
+
     fleet = rig.Fleet(layout, hf["max_position_embeddings"])
-    source = LayoutShards(hf, torch.device(args.device, 0), 2, tp=2)
+    source = LayoutShards(hf, torch.device(args.device, 0), 2, predictions=args.predictions, tp=2)
     found: dict[str, Any] = {}
 
     def say(**more: Any) -> None:
@@ -98,7 +102,9 @@ def train(args: argparse.Namespace) -> None:
         manifest = agent.manifest
         reports = [publish_one(first, fleet)]
     ours = fleet.checksum(PLACE)
-    say(bytes=manifest.nbytes, first=reports[0], equal=False)
+    taken = fleet.takes(PLACE, "sends")
+    left = [each.name for each in manifest.left]
+    say(bytes=taken, version_bytes=manifest.nbytes, left=left, first=reports[0], equal=False)
     fleet.overwrite(PLACE)
     noise = fleet.checksum(PLACE)
     with direct.rounds(source, layout, PLACE, "distributed") as (publish_one, _):
@@ -112,23 +118,33 @@ def train(args: argparse.Namespace) -> None:
                 report = publish_one(version, fleet)
             reports.append({**report, **client.gaps()})
             say(sends=reports)
-    ours = fleet.checksum(PLACE)
     equal = equal and all(each["outcome"].endswith("committed") for each in reports)
+    wire = min(each["sidecar_s"].get("step:transfer_wire", 0.0) for each in reports[2:])
     say(
-        shard_to_shard_s=min(each["sidecar_s"].get("step:transfer_wire", 0.0) for each in reports[2:]),
+        shard_to_shard_s=wire,
         normal_round_s=min(each["publish_s"] for each in reports[2:]),
         pause_gap_s=min((each["pause_gap_s"] for each in reports if "pause_gap_s" in each), default=None),
         taken=fleet._http.get(fleet.url(PLACE, "sidecar") + "/status").json().get("taken"),
     )
-    say(**bare(args.device, manifest.nbytes))
+    floor = bare(args.device, taken)
+    of_bare = floor["bare_sendrecv_s"] / wire if wire else None
+    say(**floor, of_bare_send=of_bare, problem=rig.too_fast(of_bare, "a bare send"))
+    say(equal=stock_updates(source, manifest, fleet, say) and equal)
+    source.close()
+
+
+def stock_updates(source: Any, manifest: Any, fleet: rig.Fleet, say: Callable[..., None]) -> bool:
+    """SGLang's own ways, beside ours: whether each left what the server held before."""
+    from stock_paths import StockPath
+
+    ours, equal = fleet.checksum(PLACE), True
     with StockPath(fleet.url(PLACE), source.device) as stock:
         for flattened, key in ((True, "flattened_distributed_s"), (False, "slime_distributed_s")):
             fleet.overwrite(PLACE)
-            say(**{key: min(stock.update(source, manifest, flattened=flattened) for _ in range(2))})
+            took = min(stock.update(source, manifest, flattened=flattened) for _ in range(2))
             equal = equal and ours == fleet.checksum(PLACE)
-            say(**{f"equal_{key.removesuffix('_distributed_s')}": equal})
-    say(equal=equal)
-    source.close()
+            say(**{key: took, f"equal_{key.removesuffix('_distributed_s')}": equal})
+    return equal
 
 
 def bare(device: str, nbytes: int) -> dict[str, Any]:
@@ -180,6 +196,7 @@ def main() -> int:
     parser = rig.parser(__doc__, memory=0.6, deadline=400.0)
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--config", help="config.json of another model")
+    rig.ask_for_predictions(parser)
     parser.add_argument("--bare-end", nargs=2, type=int, help=argparse.SUPPRESS)
     rig.ask_who_takes_part(parser)
     args = parser.parse_args()

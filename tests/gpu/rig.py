@@ -8,6 +8,7 @@ import datetime as dt
 import functools
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -85,6 +86,16 @@ FP8_FLAGS = ("--fp8-gemm-backend=triton", "--moe-runner-backend=triton")
 """Kernels that are there without DeepGEMM. The weights lie as they were loaded with any of them on Hopper."""
 CPU_FLAGS = ("--skip-tokenizer-init",)
 LOADER = "--custom-weight-loader=weightbus.engine_agent.worker_loader.load"
+KIT = Path(__file__).resolve().parent.parent / "kit"
+MOST_OF_PLAIN = 1.02
+"""Of the speed of a plain copy or a bare send of as many bytes. What is faster has moved fewer than were counted."""
+_LARGEST = {
+    **_SMALL, "num_hidden_layers": 4, "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 16,
+}  # fmt: skip
+"""Largest sizes of a model on a CPU."""
 
 
 def parser(doc: str | None, *, memory: float, deadline: float, whose: str = "of everything") -> argparse.ArgumentParser:
@@ -103,17 +114,44 @@ def ask_who_takes_part(found: argparse.ArgumentParser) -> None:
     found.add_argument("--hands-on", action="store_true", help="sidecars take part in broadcasts in servers' places")
 
 
+def ask_for_predictions(found: argparse.ArgumentParser) -> None:
+    """Of a program that trains models whose configs may name prediction layers."""
+    found.add_argument("--predictions", action="store_true", help="train prediction layers too, and send them")
+
+
 def takes_part(args: argparse.Namespace) -> tuple[str, ...]:
     """The flags of each sidecar."""
     return () if args.hands_on else ("--no-hands-on",)
 
 
-def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The config that ``--config`` names; else that of Qwen3-30B-A3B with ``--layers``, or a tiny one on a CPU."""
-    if getattr(args, "config", None):
-        found: dict[str, Any] = json.loads(Path(args.config).read_text())
-        return found
+def model_of(args: argparse.Namespace, config: str | None = None) -> dict[str, Any]:
+    """The config that `config` or ``--config`` names; else that of Qwen3-30B-A3B with ``--layers``, or a tiny one.
+
+    On a CPU a named model is shrunk: it has the same layers, and small ones.
+    """
+    path = config or getattr(args, "config", None)
+    if path:
+        found: dict[str, Any] = json.loads(Path(path).read_text())
+        return shrunk(found) if args.device == "cpu" else found
     return dict(TINY_MOE) if args.device == "cpu" else {**QWEN3_30B_A3B, "num_hidden_layers": args.layers}
+
+
+def shrunk(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """`hf` with sizes for a CPU; those that are small already stay."""
+    found = {key: min(value, _LARGEST[key]) if value and key in _LARGEST else value for key, value in hf.items()}
+    if hf["num_attention_heads"] == hf["num_key_value_heads"]:
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    return found
+
+
+def too_fast(ratio: float | None, of: str) -> str:
+    """The problem with a `ratio` of the speed `of` a plain copy or send; empty where there is none."""
+    if ratio is None or ratio <= MOST_OF_PLAIN:
+        return ""
+    return (
+        f"{ratio:.2f} of the speed of {of}, at most {MOST_OF_PLAIN} is possible: fewer bytes were moved than counted;"
+        " compare `takes` in the sidecar's /status with the plan"
+    )
 
 
 def write_layout(work: Path, layout: Mapping[str, Any]) -> None:
@@ -163,11 +201,16 @@ def log(text: str) -> None:
     sys.stderr.flush()
 
 
+_ports = iter(random.SystemRandom().sample(range(12_000, 30_000), 18_000))
+
+
 def free_port() -> int:
-    """Free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Free a moment ago, and not given to outgoing connections: a server binds it a minute later."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port from 12000 to 29999 is free")
 
 
 def wait(what: str, done: Callable[[], bool], deadline_s: float, check: Callable[[], None]) -> None:
@@ -461,6 +504,14 @@ class Fleet:
         answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
         return [float(each[0]) for each in answer["meta_info"]["input_token_logprobs"][1:]]
 
+    def takes(self, channel: str, transport: str) -> int:
+        """Bytes of a round that the worker with most of them takes, by the plan of the last one."""
+        status = self._http.get(self.url(channel, "sidecar") + "/status").raise_for_status().json()
+        taken = int(status["takes"].get(transport, 0))
+        if not taken:
+            raise RuntimeError(f"the sidecar of {channel} has no plan for {transport}: {status['takes']}")
+        return taken
+
     def seconds(self, channel: str) -> dict[str, float]:
         """What the sidecar has counted so far: seconds by step and by call, ``step:copy`` and ``call:..``."""
         found: dict[str, float] = {}
@@ -494,24 +545,63 @@ def dig(value: Any, key: str) -> Iterator[Any]:
 # -- trainers ----------------------------------------------------------------------------------------------------------
 
 
-def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]:
-    """This rank's part of a Megatron-core model with parameters of any content; `layout` as tiny_families.Layout."""
+def prepare(hf: Mapping[str, Any], device: str) -> None:
+    """Before Megatron-core is imported: what it needs to build a model of `hf` here.
+
+    A stand-in for Transformer Engine where only that has the model's layers: their parameters are wanted, and nothing
+    is computed. Without a GPU Megatron-core is told that it has one.
+    """
+    of_engine = _of_engine(hf)
+    if device == "cpu" or of_engine:
+        sys.path.insert(0, os.fspath(KIT / "te_stub"))
+    import mcore_on_cpu
+
+    mcore_on_cpu.prepare()
+    play_cuda(device)
+
+
+def _of_engine(hf: Mapping[str, Any]) -> bool:
+    """Whether only Transformer Engine has its layers."""
+    return bool(_family(hf).core.get("layernorm_zero_centered_gamma"))
+
+
+def _family(hf: Mapping[str, Any]) -> Any:
+    if os.fspath(KIT) not in sys.path:
+        sys.path.insert(0, os.fspath(KIT))
+    from tiny_families import FAMILIES
+
+    return next(each for each in FAMILIES.values() if each.architecture == hf["architectures"][0])
+
+
+def build(hf: Mapping[str, Any], device: str, *, predictions: bool = True, **layout: int | None) -> list[Any]:
+    """This rank's part of a Megatron-core model with parameters of any content; `layout` as tiny_families.Layout.
+
+    With its prediction layers, where `hf` names some, unless `predictions` is false.
+    """
     import torch
 
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kit"))
+    tiny = _family(hf)
     import family_models
     import mcore_on_cpu
     from tiny_families import FAMILIES, Layout
 
+    from weightbus.trainer_agent.sources.megatron.hf_model import HFModel
+
     mcore_on_cpu.patch()
-    family = next(name for name, each in FAMILIES.items() if each.architecture == hf["architectures"][0])
+    model = HFModel.parse(hf)
+    family = next(name for name, each in FAMILIES.items() if each is tiny)
     family_models.PADDED_VOCABULARY = hf["vocab_size"]
-    shape = Layout(**layout)  # type: ignore[arg-type]
+    shape = Layout(**layout, te=_of_engine(hf))  # type: ignore[arg-type]
     family_models.start(shape)
-    chunks = family_models.build(
-        family, hf, shape, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, bf16=True,
-        use_cpu_initialization=device == "cpu", perform_initialization=False,
-    )  # fmt: skip
+    more: dict[str, Any] = {"mtp_num_layers": (model.predictions if predictions else 0) or None}
+    if any(each.experts for each in model.layers):
+        more["moe_layer_freq"] = [int(each.experts) for each in model.layers]
+    # The stand-in makes its parameters on the default device.
+    with torch.device(device) if shape.te else contextlib.nullcontext():
+        chunks = family_models.build(
+            family, hf, shape, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, bf16=True,
+            use_cpu_initialization=device == "cpu", perform_initialization=False, **more,
+        )  # fmt: skip
     for chunk in chunks:
         mark_cut(chunk)
     return [chunk.to(torch.bfloat16).to(device) for chunk in chunks]

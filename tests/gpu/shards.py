@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from weightbus.dataplane.tensors.left_tensors import Left
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import Assembler, check_manifest
@@ -33,10 +34,13 @@ import rig  # isort: skip
 class LayoutShards:
     """Satisfies `Source`, `LocatedSource` and `Exportable` for all ranks of a layout at once."""
 
-    def __init__(self, hf: Mapping[str, Any], device: torch.device, world: int, **layout: int | None) -> None:
+    def __init__(
+        self, hf: Mapping[str, Any], device: torch.device, world: int, *, predictions: bool = True, **layout: int | None
+    ) -> None:
+        """Without `predictions` the trainer has none of the prediction layers that `hf` names, and leaves them."""
         self._cut = (layout.get("tp") or 1) > 1
         self._routers = (hf.get("num_experts"), hf["hidden_size"])
-        self._ranks = [self._describe(hf, device, rank, world, layout) for rank in range(world)]
+        self._ranks = [self._describe(hf, device, (rank, world), predictions, layout) for rank in range(world)]
         rosters = check_layouts([encode(RankLayout(each.facts(), each.shards.encode())) for each in self._ranks])
         first = np.cumsum([0, *(len(each.parameters) for each in self._ranks)])
         self._first = {rank: int(first[rank]) for rank in range(world)}
@@ -48,14 +52,20 @@ class LayoutShards:
 
     @staticmethod
     def _describe(
-        hf: Mapping[str, Any], device: torch.device, rank: int, world: int, layout: Mapping[str, int | None]
+        hf: Mapping[str, Any],
+        device: torch.device,
+        place: tuple[int, int],
+        predictions: bool,
+        layout: Mapping[str, int | None],
     ) -> RankShards:
+        """Of one rank; `place` is its number and that of all."""
         import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend "fake"
         from megatron.core import parallel_state
 
+        rank, world = place
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
         try:
-            return describe_chunks(rig.build(hf, device.type, **layout), hf, None, rank)
+            return describe_chunks(rig.build(hf, device.type, predictions=predictions, **layout), hf, None, rank)
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
@@ -84,6 +94,10 @@ class LayoutShards:
     @property
     def head_dim(self) -> int:
         return self._ranks[0].head_dim
+
+    @property
+    def left(self) -> Sequence[Left]:
+        return self._ranks[0].left
 
     def tensors(self) -> Sequence[TensorSpec]:
         return self._ranks[0].tensors

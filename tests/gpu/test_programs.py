@@ -7,23 +7,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
-from tests.gpu import engines, int4, quantized_rounds, stages
+from tests.gpu import direct, engines, int4, quantized_rounds, rig, stages
 from weightbus.control.machine.routing import PREFERRED, choose
 from weightbus.control.machine.states import TransferEnds
 from weightbus.control.protocol.messages import TransportKind
+from weightbus.dataplane.tensors import stored_tensors
 from weightbus.engine_agent.engines.sglang.compatibility import missing
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.sidecar.topology import topology_of
 from weightbus.trainer_agent.source import PipelineSource
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 
 from ..control.world import engine_info, trainer_info
 from ..engine_agent.engines.sglang.test_compatibility import facts
+
+MODELS = Path(direct.__file__).parent / "models"
 
 
 class Fleet:
@@ -141,6 +147,138 @@ def test_members_of_a_group_share_no_gpu() -> None:
     assert len({engine, *by_stage}) == len({engine, *gathered}) == 3
     with pytest.raises(ValueError, match="1 GPUs"):
         stages.seats(1)
+
+
+def measured(bytes_: int, version_bytes: int, copy_s: float, plain_s_per_byte: float) -> dict[str, Any]:
+    """What `direct.publish` found of one layout, and a plain copy of as many bytes."""
+    report = {
+        "sidecar_s": {"step:transfer_copy": copy_s, "call:update_weights_from_tensor": 1.0},
+        "outcome": "committed", "http_calls": 4,
+    }  # fmt: skip
+    layout = {
+        "bytes": bytes_, "version_bytes": version_bytes, "tensors": 10, "first": report, "flattened_bucket": report,
+        "steady": [report], "equal": True,
+    }  # fmt: skip
+    return {"layouts": {"ep2": layout}, "device_copy_s": plain_s_per_byte * bytes_, "complete": True}
+
+
+@pytest.mark.parametrize(("counted", "ratio"), [(100, 0.97), (124, 1.2)])
+def test_a_copy_that_is_faster_than_a_plain_one_fails_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: int, ratio: float
+) -> None:
+    """Of 124 bytes of a version an engine takes 100: counted by the version, that is more than hardware does."""
+    found = measured(counted, 124, copy_s=1.0, plain_s_per_byte=0.0097)
+    found |= direct.summary(found)
+    (tmp_path / "result.json").write_text(json.dumps({"colocated": found}))
+    monkeypatch.setattr(sys, "argv", ["direct.py", "--device=cpu"])
+    (result,) = direct.write(argparse.Namespace(device="cpu", out=None), tmp_path, rig.TINY, "", "").values()
+
+    assert result["of_plain_copy"] == pytest.approx(ratio, abs=0.01)
+    assert result["equal"] is (counted == 100)
+    assert ("fewer bytes were moved than counted" in result["problem"]) is (counted == 124)
+
+
+def test_every_layout_is_held_against_the_plain_copy() -> None:
+    """Also the faster one, whose figures are not those on top."""
+    found = measured(100, 100, copy_s=1.0, plain_s_per_byte=0.0097)
+    found["layouts"]["tp2"] = measured(100, 100, copy_s=0.5, plain_s_per_byte=0.0097)["layouts"]["ep2"]
+
+    assert direct.summary(found)["layout"] == "ep2"
+    assert "1.94 of the speed of a plain copy" in direct.summary(found)["problem"]
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5, rig.MOST_OF_PLAIN])
+def test_what_hardware_does_is_no_problem(ratio: float | None) -> None:
+    """A ratio that is unknown is none: on a machine without a plain copy there is nothing to compare with."""
+    assert not rig.too_fast(ratio, "a bare send")
+
+
+class Status:
+    """The HTTP port of a sidecar."""
+
+    def __init__(self, takes: dict[str, int]) -> None:
+        self._takes = takes
+
+    def get(self, url: str) -> httpx.Response:
+        return httpx.Response(200, json={"takes": self._takes}, request=httpx.Request("GET", url))
+
+
+def test_bytes_are_those_of_the_sidecars_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a plan for the transport there is no figure: the manifest's would be the wrong one."""
+    fleet = rig.Fleet({"engines": {"e": {"server": 1, "sidecar": 2}}})
+    monkeypatch.setattr(fleet, "_http", Status({"direct": 100}))
+
+    assert fleet.takes("e", "direct") == 100
+    with pytest.raises(RuntimeError, match="no plan for sends"):
+        fleet.takes("e", "sends")
+
+
+SHAPES = sorted(path for path in MODELS.glob("*.json") if path.stem in {"glm-4.5", "deepseek-v3", "qwen3-next"})
+
+
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+def test_shapes_for_one_gpu_have_a_prediction_layer_in_the_files(path: Path, tmp_path: Path) -> None:
+    """Trainer and engine hold the rest of it both, in 78 GiB: two ranks hold what is not of experts twice."""
+    hf = json.loads(path.read_text())
+    rig.write_model(tmp_path / "model", hf)
+    stored = stored_tensors(tmp_path / "model")
+    without = {each.name: each for each in hf_tensors(HFModel.parse({**hf, "num_nextn_predict_layers": 0}), "bfloat16")}
+    experts = sum(each.nbytes for name, each in without.items() if ".experts." in name)
+    others = sum(each.nbytes for each in without.values()) - experts
+    largest = max(each.nbytes for each in without.values())
+
+    assert without.keys() < stored.keys()
+    assert experts > 20 * 2**30 if path.stem == "deepseek-v3" else experts > 10 * 2**30
+    # 3 buckets, and 8 GiB for two contexts, caches and what kernels want.
+    assert 2 * experts + 3 * others + 3 * max(largest, direct.BUCKET_BYTES) + 8 * 2**30 < 78 * 2**30
+
+
+def test_a_shrunk_model_has_all_of_its_layers() -> None:
+    """And heads of keys for all heads where it had them."""
+    hf = json.loads((MODELS / "deepseek-v3.json").read_text())
+    small = rig.shrunk(hf)
+
+    assert small.keys() == hf.keys()
+    assert small["num_hidden_layers"] == hf["num_hidden_layers"]
+    assert small["num_key_value_heads"] == small["num_attention_heads"] < hf["num_attention_heads"]
+    assert sum(each.nbytes for each in hf_tensors(HFModel.parse(small), "bfloat16")) < 2**22
+
+
+LEFT_OVER = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import rig, torch
+hf = rig.shrunk(json.loads(Path(sys.argv[2]).read_text()))
+rig.prepare(hf, "cpu")
+from shards import LayoutShards
+told = {}
+for predictions in (False, True):
+    source = LayoutShards(hf, torch.device("cpu"), 2, predictions=predictions, ep=2, etp=1, dp=2)
+    told[str(predictions)] = [sorted(each.name for each in source.left), [each.name for each in source.tensors()]]
+    source.refill(1)
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("glm-4.5", "model.layers.3."), ("deepseek-v3", "model.layers.2."), ("qwen3-next", "mtp.")]
+)
+def test_a_prediction_layer_is_left_unless_it_is_trained(name: str, prefix: str) -> None:
+    """What is sent and what is left are the files of the served checkpoint (N64)."""
+    if name == "qwen3-next" and not version("megatron-core").startswith("0.19"):
+        pytest.skip("Megatron-core has gated delta nets since 0.19")
+    argv = [sys.executable, "-c", LEFT_OVER, os.fspath(MODELS.parent), os.fspath(MODELS / f"{name}.json")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert not done.returncode, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    left, sent = told["False"]
+    assert left == [prefix]
+    assert not any(each.startswith(prefix) for each in sent)
+    left, everything = told["True"]
+    assert not left
+    assert set(everything) - set(sent) == {each for each in everything if each.startswith(prefix)} != set()
 
 
 FILLED = """

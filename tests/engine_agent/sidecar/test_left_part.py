@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from weightbus.control.protocol import HeldVersion
 from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.dataplane.tensors import Copy, Left, LiveDigests, Manifest, TensorSpec
+from weightbus.dataplane.tensors import Copy, Left, LiveDigests, Manifest, StoredTensor, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec
 from weightbus.engine_agent.errors import UnfitManifest, WrongWeights
 from weightbus.engine_agent.machine import INCOMPLETE
@@ -157,6 +157,21 @@ def test_what_is_left_is_predicted_from_the_files(folder: Path) -> None:
     assert found == {name: (digest,) for name, digest in fused(folder).items()}
     assert part.predicted(layout(folder, f"{LEFT}self_attn.q_proj."), folder) is None
     assert LeftPart(cast("Any", Server(folder, digest_algorithm=""))).predicted(layout(folder, LEFT), folder) is None
+
+
+def test_files_are_not_read_for_what_no_digest_tells(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction layer has gigabytes, and requests wait while a model without a known layout is asked for."""
+
+    def read(*_: Any) -> bytes:
+        raise AssertionError
+
+    monkeypatch.setattr(StoredTensor, "read", read)
+    plain = layout(folder, LEFT)
+    other = Manifest.of("Glm4MoeForCausalLM", plain.tensors, left=plain.left)
+
+    assert LeftPart(cast("Any", Server(folder))).predicted(other, folder) is None
+    with pytest.raises(AssertionError):
+        LeftPart(cast("Any", Server(folder))).predicted(plain, folder)
 
 
 def executor(folder: Path, server: Server) -> OperationExecutor:

@@ -116,6 +116,35 @@ def test_a_loader_that_changes_what_it_is_given_gets_tensors_of_its_own(
         world.close()
 
 
+PREDICTION = TensorSpec("prediction", "bfloat16", (64, 8))
+
+
+class Unserved(ToyShard):
+    """Its loader skips a part of the version, as SGLang skips prediction layers."""
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        super().load_weights((name, tensor) for name, tensor in weights if name != PREDICTION.name)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_are_counted_where_they_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """A part of the version that no worker loads is not among them, and a share is that of one worker."""
+    taken = []
+    for specs, shard in ((SPECS, ToyShard), ((*SPECS, PREDICTION), Unserved)):
+        world = World(tmp_path / shard.__name__, tp, monkeypatch, specs, shard=shard)
+        try:
+            assert world.receiver.most_bytes == 0
+            assert world.round().bytes == world.trainer.manifest.nbytes
+            assert holds(world.server, world.trainer.values)
+            taken.append(world.receiver.most_bytes)
+        finally:
+            world.close()
+    whole = sum(tensor.nbytes for tensor in ModelTensors(ToyShard(0, tp)).tensors)
+    padding = sum(spec.nbytes for spec in SPECS if spec.name == "embed") // 2 // tp
+    assert taken[0] == taken[1]
+    assert taken[0] == whole - padding
+
+
 NARROW = TensorSpec("narrow", "float32", (8,))
 
 
