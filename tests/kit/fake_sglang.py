@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -322,6 +323,13 @@ class FakeSGLang:
         self.label = body.get("weight_version") or self.label
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer at its end."""
+        answer: dict[str, Any] = {}
+        for answer in self.answers(body):  # noqa: B007
+            pass
+        return answer
+
+    def answers(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Token by token, each under the weights and the label of its moment; waits while paused."""
         wanted = body["sampling_params"]["max_new_tokens"]
         tokens: list[int] = []
@@ -338,9 +346,16 @@ class FakeSGLang:
                     if not spans or spans[-1]["version"] != self.label:
                         spans.append({"version": self.label, "start": len(tokens) - 1, "end": 0})
                     spans[-1]["end"] = len(tokens)
+                    label = self.label
+                if len(tokens) < wanted:
+                    yield self._answer(tokens, spans, label, None)
                 time.sleep(self.token_s)
-        meta: dict[str, Any] = {"weight_version": self.label, "completion_tokens": len(tokens)}
-        meta["finish_reason"] = {"type": "length" if len(tokens) == wanted else "abort"}
+        yield self._answer(tokens, spans, self.label, {"type": "length" if len(tokens) == wanted else "abort"})
+
+    def _answer(
+        self, tokens: list[int], spans: list[dict[str, Any]], label: str, finish: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        meta: dict[str, Any] = {"weight_version": label, "completion_tokens": len(tokens), "finish_reason": finish}
         if self.version >= "0.5.19":
             meta["weight_versions"] = spans
         return {"output_ids": tokens, "meta_info": meta}
@@ -408,6 +423,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(401, {"error": "Unauthorized"})
             elif not known:
                 self._reply(404, {"detail": "Not Found"})
+            elif path == "/generate" and body.get("stream"):
+                self._stream(self.fake.answers(body))
             else:
                 self._reply(200, self.fake.answer(self.command, path, body))
         except Refusal as refusal:
@@ -423,6 +440,17 @@ class _Handler(BaseHTTPRequestHandler):
         admin = path in ADMIN
         key = (self.fake.admin_key or self.fake.api_key) if admin else self.fake.api_key
         return not key or self.headers.get("Authorization") == f"Bearer {key}"
+
+    def _stream(self, answers: Iterable[dict[str, Any]]) -> None:
+        """Server-sent events, one for each token."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for event in itertools.chain(map(json.dumps, answers), ("[DONE]",)):
+            data = f"data: {event}\n\n".encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.write(b"0\r\n\r\n")
 
     def _reply(self, status: int, content: Any) -> None:
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
