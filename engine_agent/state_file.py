@@ -2,18 +2,20 @@
 
 Also the locks that keep the sidecars of one host apart, and files that are whole after a power cut.
 
-A record is written at once where the machine must not go on without it, and by a thread of its own where it may: that a
-verified version waits for its commit, or that it is served, takes as long to make durable as the commit, and nothing
-depends on it. Until such a record is on disk, the file has a worse state than the true one, as after any failed write.
+A record is waited for where the machine must not go on without it, and not where it may: that a verified version waits
+for its commit, or that it is served, takes as long to make durable as the commit, and nothing depends on it. Until such
+a record is on disk, the file has a worse state than the true one, as after any failed write.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,8 @@ from .machine import (
 
 Record = TypeVar("Record")
 CLOSE_S: Final = 10.0
+HUNG_S: Final = 2.0
+"""Seconds after which a write counts as failed, as in the coordinator's journal."""
 _LOG: Final = get_log(__name__)
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _NETWORK: Final = Path("/proc/self/ns/net")
@@ -91,15 +95,22 @@ class StateFile:
 
 
 class StateWriter(Generic[Record]):
-    """Writes records in order. Used from one thread, and owns another."""
+    """Writes records in order, on a thread of its own. Used from one other thread.
+
+    A disk that hangs is one that fails: its caller goes on after `HUNG_S`, and a server stays paused no longer for it.
+    What hangs may reach the disk later, but before every newer record.
+    """
 
     def __init__(self, write: Callable[[Record], None]) -> None:
         """`write` makes a record durable, or raises `OSError`."""
         self._write = write
-        self._turn = threading.Lock()
-        """Held by the thread that writes."""
         self._bell = threading.Condition()
         self._waiting: Record | None = None
+        self._numbers = self._begun = self._ended = 0
+        """Numbers of the records that was given, begun and written last. One that a newer one replaced is skipped."""
+        self._began_at = 0.0
+        self._error: OSError | None = None
+        """Why the record that ended last could not be written."""
         self._failure: tuple[Record, OSError] | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -107,22 +118,24 @@ class StateWriter(Generic[Record]):
     def now(self, record: Record) -> None:
         """Make `record` durable before returning; an older record that was to be written late is dropped.
 
-        Blocks as long as the disk does.
+        Raises `OSError`, also where the disk has not answered for `HUNG_S`; at once while it still hangs.
         """
         with self._bell:
-            self._waiting = None
-        with self._turn:
-            self._write(record)
-            self._failure = None
+            hung = self._hung_s() >= HUNG_S
+            number = self._give(record)
+            if not hung:
+                self._bell.wait_for(lambda: self._ended >= number, HUNG_S)
+            if self._ended < number:
+                self._waiting = None  # the caller tries again with what is true then
+                raise OSError(errno.ETIMEDOUT, f"its disk has not answered for {self._hung_s():.0f} s")
+            self._failure, error = None, self._error
+        if error is not None:
+            raise error
 
     def later(self, record: Record) -> None:
         """Begin to write `record`, and return."""
         with self._bell:
-            self._waiting = record
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="late-records", daemon=True)
-                self._thread.start()
-            self._bell.notify()
+            self._give(record)
 
     def failure(self) -> tuple[Record, OSError] | None:
         """A record that could not be written late, and the error; reported once."""
@@ -133,30 +146,46 @@ class StateWriter(Generic[Record]):
         """Wait for the write that was begun, `CLOSE_S` at most: a disk that hangs must not hold the sidecar."""
         with self._bell:
             self._closing = True
-            self._bell.notify()
+            self._bell.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 _LOG.warning("record_not_written", waited_s=CLOSE_S, reason="the disk of state_dir does not answer")
+            else:
+                self._thread, self._closing = None, False
+
+    def _hung_s(self) -> float:
+        """Seconds for which the present write has not ended."""
+        return time.monotonic() - self._began_at if self._begun > self._ended else 0.0
+
+    def _give(self, record: Record) -> int:
+        self._waiting = record
+        self._numbers += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+            self._thread.start()
+        self._bell.notify_all()
+        return self._numbers
 
     def _run(self) -> None:
         while True:
             with self._bell:
                 self._bell.wait_for(lambda: self._waiting is not None or self._closing)
-                if self._waiting is None:
+                if (record := self._waiting) is None:
                     return
-            with self._turn:
-                with self._bell:
-                    record, self._waiting = self._waiting, None
-                self._try(record)
+                self._waiting, self._begun, self._began_at = None, self._numbers, time.monotonic()
+            error = self._try(record)
+            with self._bell:
+                self._ended, self._error = self._begun, error
+                self._failure = (record, error) if error and self._begun == self._numbers else None
+                self._bell.notify_all()
 
-    def _try(self, record: Record | None) -> None:
-        if record is None:  # a newer one was written meanwhile
-            return
+    def _try(self, record: Record) -> OSError | None:
         try:
             self._write(record)
         except OSError as error:
-            self._failure = (record, error)
+            return error
+        return None
 
 
 class EffectDispatcher:

@@ -6,18 +6,27 @@ import errno
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.engine_agent.world import World
+from tests.engine_agent.world import CHANNEL, World
 from tests.kit.disk_calls import DiskCalls
 from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.control.protocol.messages import EngineHealth, Epoch, HeldVersion, Version
+from weightbus.control.protocol.messages import Abort, EngineHealth, Epoch, Failed, HeldVersion, Version
 from weightbus.engine_agent import state_file
 from weightbus.engine_agent.errors import StateInUse, StateUnreadable, StateUnwritable
-from weightbus.engine_agent.machine.events import StateRecord
+from weightbus.engine_agent.machine.events import (
+    Answer,
+    Commanded,
+    Effect,
+    Event,
+    ReleaseServer,
+    RunOperation,
+    StateRecord,
+)
 from weightbus.engine_agent.state_file import (
     EffectDispatcher,
     LockHeld,
@@ -162,6 +171,68 @@ def test_a_disk_that_hangs_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch
     closing.join(WAIT_S)
     assert late._thread is not None
     late._thread.join(WAIT_S)
+
+
+def test_a_disk_that_hangs_is_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller goes on after a moment, at once the next time; later the newest record is on disk (N33, F38)."""
+    monkeypatch.setattr(state_file, "HUNG_S", 0.2)
+    disk = Disk()
+    writer = StateWriter(disk.write)
+    with pytest.raises(OSError, match="its disk has not answered"):
+        writer.now(record(1))
+    began = time.monotonic()
+    for epoch in (2, 3):
+        with pytest.raises(OSError, match="its disk has not answered"):
+            writer.now(record(epoch))
+    assert time.monotonic() - began < 0.2, "a disk that is known to hang was waited for"
+    disk.go_on.set()
+    until = time.monotonic() + WAIT_S
+    while disk.written != [1] and time.monotonic() < until:
+        time.sleep(0.01)
+    writer.now(record(4))
+    assert disk.written == [1, 4]
+    assert writer.failure() is None
+
+
+def test_a_late_record_that_fails_at_last_is_not_told_over_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is the newest record: the older one would be written over it (F38)."""
+    monkeypatch.setattr(state_file, "HUNG_S", 0.2)
+    disk = Disk()
+    writer = StateWriter(disk.write)
+    writer.later(record(1))
+    assert disk.begun.wait(WAIT_S)
+    with pytest.raises(OSError, match="its disk has not answered"):
+        writer.now(record(2))
+    disk.full = True
+    disk.go_on.set()
+    writer.close()
+    assert writer.failure() is None
+    disk.full = False
+    writer.now(record(2))
+    assert disk.written == [2]
+
+
+def test_a_paused_server_goes_on_while_the_disk_of_its_record_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transfer does not begin, its reason goes to the trainer, and the abort resumes the server (N33, G4, F38)."""
+    monkeypatch.setattr(state_file, "HUNG_S", 0.1)
+    world, disk = World(), Disk()
+    world.to_paused()
+    writer = StateWriter(disk.write)
+    carried: list[Effect] = []
+    posted: list[Event] = []
+    dispatcher = EffectDispatcher(world.machine, writer.now, carried.append, posted.append, writer.later)
+    dispatcher.dispatch(Commanded(world.transfer_message()), world.now)
+    assert not any(isinstance(each, RunOperation) for each in carried), "the transfer began"
+    dispatcher.dispatch(posted.pop(), world.now)
+    (failed,) = (each.message for each in carried if isinstance(each, Answer))
+    assert isinstance(failed, Failed)
+    assert (failed.health, "its disk has not answered" in failed.reason) == (EngineHealth.CLEAN, True)
+    carried.clear()
+    abort = Abort(channel=CHANNEL, epoch=Epoch(1), reason="the test says so", deadline_s=30.0)
+    dispatcher.dispatch(Commanded(abort), world.now)
+    assert any(isinstance(each, RunOperation) and isinstance(each.operation, ReleaseServer) for each in carried)
+    disk.go_on.set()
+    writer.close()
 
 
 def test_what_could_not_be_written_late_is_told_once() -> None:

@@ -11,6 +11,8 @@ protocol stands on.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import random
 from collections.abc import Generator, Mapping
@@ -298,9 +300,31 @@ class RecordDisk:
         self._file = StateFile(SimPath(self.files), name)  # type: ignore[arg-type]
         self._written: list[StateRecord | None] = [None]
         """What a new life may find: the last record that was written, and one whose writing was cut short."""
+        self._hangs_until = 0.0
+        self._hung: StateRecord | None = None
+        """The record that hangs: it reaches the disk when that goes on, though its writer was told that it failed."""
+
+    @property
+    def hangs(self) -> bool:
+        """True while no write ends."""
+        return self._world.loop.now < self._hangs_until
+
+    def hang(self, seconds: float) -> None:
+        """Take no record for a while."""
+        self._hangs_until = self._world.loop.now + seconds
+
+    def goes_on(self) -> None:
+        """The hang is over."""
+        self._hangs_until = 0.0
+        record, self._hung = self._hung, None
+        if record is not None:
+            self._written = [self._written[0], record]
+            with contextlib.suppress(OSError):  # it is full, too
+                self._replace(record)
 
     def read(self, process: Process) -> StateRecord | None:
-        """What a new life finds."""
+        """What a new life finds. It has no lock before the last one is gone, which waits for its write."""
+        self.goes_on()
         try:
             found = self._file.read()
         except StateUnreadable as error:
@@ -315,9 +339,18 @@ class RecordDisk:
     def write(self, record: StateRecord, process: Process) -> None:
         """Replace the record, or raise `OSError` and keep the old one."""
         process.passes("persist", "before")
+        if self.hangs:
+            self._hung = self._hung or record
+            raise OSError(errno.ETIMEDOUT, "its disk has not answered")
+        self.goes_on()
         self._written = [self._written[0], record]
         if process.doomed("persist"):
             self._cut_short(process)
+        self._replace(record)
+        process.passes("persist", "during")
+        process.passes("persist", "after")
+
+    def _replace(self, record: StateRecord) -> None:
         state_file.os = SimOs  # type: ignore[assignment]
         try:
             self._file.write(record)
@@ -325,8 +358,6 @@ class RecordDisk:
             state_file.os = os
             self.files.step = _on
         self._written = [record]
-        process.passes("persist", "during")
-        process.passes("persist", "after")
 
     def _cut_short(self, process: Process) -> None:
         """Death comes with one of the next operations, at once or while that one hangs: other threads go on then."""
@@ -343,7 +374,8 @@ class RecordDisk:
         self.files.step = step
 
     def lose_power(self) -> None:
-        """What is not synced is lost, or torn."""
+        """What is not synced is lost, or torn; what hangs is lost."""
+        self._hung = None
         self.files.lose_power(self._rng)
 
     def vanish(self) -> None:

@@ -306,6 +306,8 @@ class EngineProcess(Process):
                 yield self._late_bell
                 continue
             yield rng.choice((0.0, 0.002, 0.3))
+            while self.record.hangs:
+                yield 0.1
             record, self._late = self._late, None
             if record is None:
                 continue

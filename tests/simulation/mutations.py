@@ -602,6 +602,17 @@ MUTATIONS: Final = (
         "            elif False and isinstance(effect, RunOperation)",
     ),
     _m(
+        "takes-a-record-that-hangs-for-written",
+        "no-mixed-tokens",
+        "engine_agent/state_file.py",
+        "        except OSError as error:\n            self.lost(record, error)\n        else:\n",
+        "        except OSError as error:\n"
+        "            if error.errno == errno.ETIMEDOUT:\n"
+        "                return\n"
+        "            self.lost(record, error)\n"
+        "        else:\n",
+    ),
+    _m(
         "trainer-believes-the-end-of-an-earlier-round",
         "no-needless-wait",
         PUBLICATION,

@@ -157,7 +157,7 @@ def _draw(seed: int, *, setbacks: bool) -> Scenario:
     )
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
-    drawn = _with_hung_disks(_with_revocations(drawn))
+    drawn = _with_hung_records(_with_hung_disks(_with_revocations(drawn)))
     return _with_other_parties(
         _with_strangers(_with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks))))
     )
@@ -323,6 +323,25 @@ def _with_hung_disks(drawn: Scenario) -> Scenario:
         faults.append(Fault(at=at + lasts / 2, kind="kill", target="coordinator", lasts=rng.choice((0.2, 4.0))))
     found = sorted(faults, key=lambda each: each.at)
     return msgspec.structs.replace(drawn, faults=tuple(found), calm_from=max(drawn.calm_from, at + lasts))
+
+
+def _with_hung_records(drawn: Scenario) -> Scenario:
+    """A disk with an engine's record that hangs, mostly as a transfer is about to begin. By its own dice."""
+    rng = random.Random(f"weightbus-hung-record-{drawn.seed}")
+    if rng.random() >= 0.1:
+        return drawn
+    faults = [*drawn.faults]
+    for _ in range(rng.choice((1, 2))):
+        at, engine = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(drawn.engines).name
+        lasts, moment = rng.choice((3.0, 8.0, 20.0)), rng.choice(("pausing", "preparing", "verifying", ""))
+        faults.append(Fault(at=at, kind="disk-hang", target=engine, lasts=lasts, moment=moment))
+        if rng.random() < 0.5:  # its agent dies meanwhile; what hung may be on the disk then
+            at, moment = at + rng.uniform(0.1, lasts), rng.choice(("", "transferring"))
+            faults.append(
+                Fault(at=min(at, drawn.calm_from - 0.5), kind="kill", target=engine, lasts=0.5, moment=moment)
+            )
+    found = sorted(faults, key=lambda each: each.at)
+    return msgspec.structs.replace(drawn, faults=tuple(found))
 
 
 def _with_unheard_answers(drawn: Scenario) -> Scenario:

@@ -612,6 +612,10 @@ class World:
             case "disk-full":
                 self._fill(target, full=True)
                 self.loop.after(lasts, lambda: self._fill(target, full=False))
+            case "disk-hang" if target:
+                self.engines[target].record.hang(min(lasts, self.scenario.calm_from - self.loop.now))
+                self.loop.note(target, f"** the disk of its record hangs for {lasts:.1f} s")
+                self.loop.after(lasts, self.engines[target].record.goes_on)
             case "disk-hang":
                 self.journal.hangs_until = min(self.loop.now + lasts, self.scenario.calm_from)
                 self.loop.note("coordinator", f"** its disk hangs for {lasts:.1f} s")
