@@ -274,7 +274,7 @@ class Storm:
 
 
 def test_requests_begin_within_their_bounds() -> None:
-    """Whatever happens to rounds: the first token's version is within the bounds of every admitted request."""
+    """Whatever happens to rounds: the first token's version is within the bounds of every admitted request (N66)."""
     storms = [Storm(seed) for seed in range(400)]
     for storm in storms:
         for _ in range(60):
