@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 
 from .campaign import campaign, cores, first, report, run_chunk
@@ -29,6 +30,9 @@ def main() -> int:
     )
     parser.add_argument("--trace", type=int, nargs=2, metavar=("FROM", "TO"), help="print the trace hash of each")
     given = parser.parse_args()
+    logging.getLogger("weightbus").setLevel(
+        logging.CRITICAL
+    )  # what a faulty disk makes the journal say, a thousand times
     if given.seed is not None:
         print(tell(draw(given.seed, setbacks=given.setbacks, times=given.times), lines=sys.maxsize))
         return 0

@@ -156,7 +156,7 @@ class EngineProcess(Process):
     def born(self) -> None:
         """What `EngineAgent.__init__` and `run` do."""
         incarnation = f"{self.name}.{self.life}"
-        self._incarnation = Incarnation(incarnation)
+        self.incarnation = Incarnation(incarnation)
         self.machine = EngineMachine(
             self._world.channel,
             incarnation,
@@ -570,7 +570,7 @@ class EngineProcess(Process):
             agent=AgentId(self.name),
             role=Role.ENGINE,
             channel=self._world.channel,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             engine=info,
         )
 

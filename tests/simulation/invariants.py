@@ -159,8 +159,8 @@ class Judge:
         self._world = world
         self.violation: Violation | None = None
         self._disk = Memory()
-        self._takeovers: dict[str, bool] = {}
-        """Trainer -> whether its last request of the lease takes the channel."""
+        self._takeovers: set[tuple[str, int]] = set()
+        """Trainers and versions whose request of the lease takes the channel; such a request may be late."""
         self._holders: dict[int, str] = {}
         """Of every epoch that was ever taken, also in lives that the journal does not know of."""
         self._lost: dict[tuple[int, str], int] = {}
@@ -190,6 +190,8 @@ class Judge:
         """Engine -> when it last said that it serves."""
         self._joined_at: dict[str, float] = {}
         """Engine -> since when the coordinator knows it, where it may have been told to pause before."""
+        self._incarnations: dict[str, str] = {}
+        """Engine -> the one that the coordinator knows; what that says of its server is late once there is another."""
 
     def broken(self, invariant: str, what: str) -> None:
         """`invariant` does not hold."""
@@ -243,7 +245,7 @@ class Judge:
                 self.broken("one-holder", f"{record.holder} takes epoch {record.epoch} after {disk.taken}")
             disk.taken = max(disk.taken, record.epoch)
             if record.run and not record.in_round:
-                if disk.run not in ("", record.run) and not self._takeovers.get(record.holder):
+                if disk.run not in ("", record.run) and (record.holder, record.version) not in self._takeovers:
                     self.broken("one-run", f"{record.run} is granted the channel of {disk.run}, and took nothing over")
                 disk.run = record.run
             self._holders.setdefault(record.epoch, record.holder)
@@ -302,9 +304,9 @@ class Judge:
 
     # -- what the coordinator says
 
-    def acquires(self, trainer: str, *, takeover: bool) -> None:
-        """A trainer asks for the lease."""
-        self._takeovers[trainer] = takeover
+    def takes_over(self, trainer: str, version: int) -> None:
+        """A trainer asks for the lease, and takes the channel."""
+        self._takeovers.add((trainer, version))
 
     def asked(self, message: msgspec.Struct) -> None:
         """An agent made a request."""
@@ -426,8 +428,10 @@ class Judge:
         """The coordinator noted something."""
         if isinstance(what, EngineAhead) and not self._set_backs:
             self.broken("known-epochs", f"{what.engine} has seen {what.epoch}, on disk is {what.known}")
-        if isinstance(what, AgentJoined) and self._disk.taken:  # before, it could not have been paused
-            self._joined_at[what.agent] = self._world.loop.now
+        if isinstance(what, AgentJoined):
+            self._incarnations[what.agent] = what.incarnation
+            if self._disk.taken:  # before, it could not have been paused
+                self._joined_at[what.agent] = self._world.loop.now
         if isinstance(what, ReadinessChanged):
             self._listed(what.engine, ready=what.ready)
         elif isinstance(what, RoundReadiness):
@@ -448,7 +452,9 @@ class Judge:
             if silent and self._world.engines[engine].apart_from:
                 self.broken("left-alone", f"{engine} is listed as ready, and has not said that it serves")
             strange = server.foreign or FOREIGN in server.tags
-            if server.up and not server.frozen and server.paused and LAUNCH not in server.tags and not strange:
+            late = self._incarnations.get(engine) != self._world.engines[engine].incarnation
+            held = LAUNCH not in server.tags and not strange and not late
+            if server.up and not server.frozen and server.paused and held:
                 self.broken("ready-is-ready", f"{engine} is listed as ready while its server is paused")
         else:
             self._ready.pop(engine, None)

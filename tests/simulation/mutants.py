@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = ("control", "dataplane", "trainer_agent", "engine_agent")
 FRONT_DOOR: Final = "control/front_door"
 """Files of the package `weightbus` itself: without its `__init__` another installation would be imported."""
-SEEDS: Final = 2000
+SEEDS: Final = 5000
 """A bug that so many storms do not find counts as missed."""
 TIMEOUT_S: Final = 3600.0
 

@@ -17,7 +17,16 @@ import msgspec
 from weightbus.control.bus.interface import Rejected, SendOutcome, TrustRevoked, UntrustedKey
 from weightbus.control.machine.effects import MessageReceived, Peer
 from weightbus.control.protocol.errors import ProtocolError
-from weightbus.control.protocol.messages import AgentId, Alive, Heartbeat, Refused, ToAgent, ToCoordinator
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Alive,
+    Heartbeat,
+    RefusalCode,
+    Refused,
+    ToAgent,
+    ToCoordinator,
+    Welcome,
+)
 
 from .process import Process
 
@@ -125,6 +134,8 @@ class Network:
         """Agent -> (nothing goes up, nothing comes down)."""
         self.heard_at: dict[str, float] = {}
         """Agent -> when a message other than a refusal last arrived at it."""
+        self.refused_server: dict[str, int] = {}
+        """Engine agent -> its life that was refused its server (N47), and not welcomed since."""
         self.revoked: set[str] = set()
         """Agents whose keys were taken off the allow-list."""
         self._received: list[MessageReceived | Rejected | TrustRevoked] = []
@@ -233,6 +244,10 @@ class Network:
             self.loop.note(connection.line.name, "<-", message)
         if not isinstance(message, Refused):
             self.heard_at[connection.line.name] = self.loop.now
+        if isinstance(message, Welcome):
+            self.refused_server.pop(connection.line.name, None)
+        elif isinstance(message, Refused) and message.code is RefusalCode.SERVER_TAKEN:
+            self.refused_server[connection.line.name] = connection.line.owner.life
         connection.line.arrived(message, blob)
 
     def unheard(self, name: str) -> bool:

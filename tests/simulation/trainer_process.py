@@ -236,7 +236,8 @@ class TrainerProcess(Process):
             run=self.name if self._world.scenario.runs else "",
             takeover=self._takes_over,
         )
-        self._world.judge.acquires(self.name, takeover=self._takes_over)
+        if self._takes_over:
+            self._world.judge.takes_over(self.name, version)
         answer, _ = yield from client.asking(message, deadline_s=REQUEST_S)
         assert isinstance(answer, m.Granted)
         self._takes_over = False

@@ -457,6 +457,7 @@ class World:
                 and machine.held is not None
                 and server.paused
                 and self._unheard_s(engine) > HEARD_S
+                and self.network.refused_server.get(name) != engine.life
             )
             settled = generates and self._unheard_s(engine) < HEARD_S
             if not runs or not (settled or stands):
@@ -601,6 +602,7 @@ class World:
                     label = self.servers[target].label if self.engines[target].knows_weights else "77"
                     self.servers[target].load_foreign(label=label)
                     self._foreign_in[target] = self.engines[target].life
+                    self._foreign_since.pop(target, None)  # what it did before may have been undone unseen
             case "foreign-resume":
                 self._resume_foreign(target, self.loop.now + lasts)
             case "corrupt":
