@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         Verify as Verify,
         Welcomed as Welcomed,
     )
+    from .left_record import LeftRecord as LeftRecord
     from .weight_state import GENERATES as GENERATES, WeightState as WeightState
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

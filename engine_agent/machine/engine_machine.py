@@ -353,10 +353,11 @@ class EngineMachine:
         if self.paused is not True:
             # what was to stop it got lost
             return self._run(PauseServer(self._pause_mode, HOLD_S), command, now)
+        unknown = self.weights.state is WeightState.UNKNOWN
         known = self._recorded.begin_transfer(self.epoch)
         dirty = self._learn(w.TransferBegan(command.version), now)
         self._reached, self.reason, self._labeled = Step.PAUSE, f"began to take version {command.version}", None
-        return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
+        return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint, unknown), command, now))
 
     def _double_buffers(self) -> bool:
         """Whether the version needs no pause before the swap: the server generates from clean weights meanwhile."""

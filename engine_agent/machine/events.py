@@ -71,6 +71,8 @@ class Receive(msgspec.Struct, frozen=True, tag="receive"):
 
     command: Transfer
     checkpoint: str
+    unknown: bool = False
+    """True for a server of which any weight may be another party's: also those that the version does not send."""
 
 
 class Verify(msgspec.Struct, frozen=True, tag="verify"):

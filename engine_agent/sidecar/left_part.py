@@ -20,9 +20,11 @@ from weightbus.dataplane.tensors import Manifest, StoredTensor, TensorSpec, stor
 
 from ..engines import Engine
 from ..errors import UnfitManifest, WrongWeights
-from ..machine import INCOMPLETE
+from ..machine import LeftRecord
 
 _PIECE_BYTES: Final = 64 * 1024 * 1024
+_SHOWN: Final = 4
+"""Entries in a message."""
 UNPROVEN: Final = "what is left was not compared"
 _log = get_log(__name__)
 
@@ -38,10 +40,7 @@ class LeftPart:
 
     def __init__(self, server: Engine) -> None:
         self._server = server
-        self._kept: tuple[str, frozenset[str]] = "", frozenset()
-        """A process generation, and entries (names and prefixes) of which all tensors are still those of the launch."""
-        self._proven: tuple[str, frozenset[str]] = "", frozenset()
-        """A process generation, and entries that were proven in it."""
+        self._record = LeftRecord()
         self._predicted: tuple[tuple[str, str], dict[str, tuple[str, ...]] | None] | None = None
 
     def begin(self, layout: Manifest, folder: str, label: str, deadline_s: float) -> None:
@@ -51,24 +50,26 @@ class LeftPart:
         Where what it leaves may have changed, the server loads its launch checkpoint first. Raises `ServerError`, and
         `UnfitManifest` for a server that cannot be brought back.
         """
-        if not layout.left:
-            self._kept = self._proven = "", frozenset()
-            return
-        facts = self._server.facts
-        launched = not label.isdigit() and not label.startswith(INCOMPLETE) and not facts.undefined
-        identity, kept = self._kept
-        known = launched or (identity == facts.identity and layout.left_names <= kept)
-        if not known:
-            self._kept = "", frozenset()
-            if self._server.drafts:
-                raise UnfitManifest(
-                    "an earlier version or released memory may have changed what this version leaves, and a server that"
-                    " speculates cannot load its launch checkpoint again: launch it anew"
-                )
+        self.require(layout, label)
+        if layout.left and not self._known(layout, label):
+            self._record.doubt()
             _log.warning("launch_checkpoint_loaded_again", folder=folder, left=len(layout.left_names))
             self._server.load_checkpoint(folder, deadline_s)
-            self._proven = "", frozenset()
-        self._kept = facts.identity, layout.left_names
+        self._record.begin(layout.left_names, self._server.facts.identity if layout.left else "")
+
+    def require(self, layout: Manifest, label: str) -> None:
+        """Raise `UnfitManifest` where `begin` would have to bring a server back that cannot be."""
+        if layout.left and self._server.drafts and not self._known(layout, label):
+            left = ", ".join(sorted(layout.left_names)[:_SHOWN])
+            raise UnfitManifest(
+                f"this version leaves {left} as the server was launched, which an earlier version, released memory or"
+                " a sidecar before this one may have changed, and SGLang loads a launch checkpoint again without its"
+                " draft models: launch the server anew, without speculation, or have the trainer send that part"
+            )
+
+    def _known(self, layout: Manifest, label: str) -> bool:
+        facts = self._server.facts
+        return self._record.known(layout.left_names, facts.identity, label, undefined=facts.undefined)
 
     def predicted(self, layout: Manifest, checkpoint: Path) -> dict[str, tuple[str, ...]] | None:
         """Live digests of the parameters that are left, by the files of `checkpoint`; None if nothing predicts them."""
@@ -79,8 +80,7 @@ class LeftPart:
 
     def proven(self, layout: Manifest) -> bool:
         """Whether what `layout` leaves was proven in this process generation, and has not changed since."""
-        identity, names = self._proven
-        return identity == self._server.facts.identity and layout.left_names <= names
+        return self._record.proven(layout.left_names, self._server.facts.identity)
 
     def check_files(self, layout: Manifest, folder: Path, checkpoint: Path) -> None:
         """The server has loaded `folder`. Raises `WrongWeights` if what `layout` does not send is another one there."""
@@ -100,11 +100,11 @@ class LeftPart:
 
     def note_proven(self, layout: Manifest) -> None:
         """What `layout` leaves is that of the launch checkpoint."""
-        self._proven = self._server.facts.identity, layout.left_names
+        self._record.note_proven(layout.left_names, self._server.facts.identity)
 
     def doubt(self) -> None:
-        """It is not: the server loads its launch checkpoint before the next version that leaves something."""
-        self._kept = self._proven = "", frozenset()
+        """It may not be: the server loads its launch checkpoint before the next version that leaves something."""
+        self._record.doubt()
 
     def _predict(self, layout: Manifest, checkpoint: Path) -> dict[str, tuple[str, ...]] | None:
         algorithm, tp = self._server.digest_algorithm, self._server.tp

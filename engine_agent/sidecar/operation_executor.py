@@ -262,6 +262,8 @@ class OperationExecutor:
                 self._believe(command, serving)
                 self._worker_health.look(self._generation)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
+                if layout.left:
+                    self._left.require(layout, self._server.last_label)
                 receiver = self._receivers.get(command.transport.value)
                 return OperationDone(
                     double_buffered=isinstance(receiver, DoubleBuffering) and receiver.can_stage(layout)
@@ -271,8 +273,10 @@ class OperationExecutor:
             case ReceiveDoubleBuffered(command, folder):
                 self._settle_quietly(command.deadline_s)
                 self._stage(command, folder)
-            case Receive(command, folder):
-                return self._receive(command, folder)
+            case Receive(command, folder, unknown):
+                if unknown:
+                    self._left.doubt()
+                return self._receive(command, folder, unknown=unknown)
             case Verify(command, checked):
                 proven = self._verify(command, checked=checked)
                 self._server.confirm("the transfer")
@@ -390,7 +394,7 @@ class OperationExecutor:
             self._active = receiver
             receiver.stage(session, _address(command), self._name, max(until - time.monotonic(), 0.001))
 
-    def _receive(self, command: Transfer, folder: str) -> Result:
+    def _receive(self, command: Transfer, folder: str, *, unknown: bool) -> Result:
         until = time.monotonic() + command.deadline_s
         self.loads += 1
         self._settle_quietly(command.deadline_s)
@@ -402,7 +406,7 @@ class OperationExecutor:
             self._receivers[kind] = SavedReceiver() if kind == SAVED else self._make(kind)
         self._active = receiver = self._receivers[kind]
         left = max(until - time.monotonic(), 0.001)
-        launched = self._server.last_label
+        launched = INCOMPLETE if unknown else self._server.last_label
         self._mark_incomplete(left)
         self._server.resume_weights_memory(min(left, CALL_S))
         self._left.begin(session.manifest, self._folder, launched, max(until - time.monotonic(), 0.001))

@@ -77,13 +77,14 @@ from weightbus.engine_agent.machine.events import (
     Verify,
     Welcomed,
 )
-from weightbus.engine_agent.machine.weight_state import GENERATES
+from weightbus.engine_agent.machine.left_record import LeftRecord
+from weightbus.engine_agent.machine.weight_state import GENERATES, WeightState
 from weightbus.engine_agent.state_file import EffectDispatcher
 
 from .client import Client
 from .disks import RecordDisk
 from .process import Bell, Killed, Process, Thread
-from .server_model import CallFailed, ServerModel
+from .server_model import LAUNCH, CallFailed, ServerModel
 from .transfer_model import TransferBroken, receive
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class EngineProcess(Process):
         self._believed: Prepare | None = None
         self.touched = False
         self._up, self._misses, self._last_label, self._launch = False, 0, "", 0
-        self._loads = 0
+        self._loads, self._left = 0, LeftRecord()
         self._sampled: tuple[tuple[int, int], tuple[str, ...]] = (0, 0), ()
         self.client = None
         self.thread(self._watch())
@@ -262,6 +263,8 @@ class EngineProcess(Process):
         machine = self.machine
         assert machine is not None
         self._view = machine.view()
+        if self._view.weights is WeightState.UNKNOWN:
+            self.server.left_unseen = False
         again, self._joins_again = self._joins_again, False
         if again and self.client is not None:
             self.client.join_again()
@@ -422,14 +425,14 @@ class EngineProcess(Process):
                 yield 0.2
             case PauseServer(_, deadline_s):
                 yield from self.call(self.server.pause, min(deadline_s, CALL_S))
-            case Receive(command):
-                return (yield from self._receive(command))
+            case Receive(command, _, unknown):
+                return (yield from self._receive(command, unknown=unknown))
             case Verify(command, checked):
                 return (yield from self._verify(command, checked=checked))
             case Recognize(held):
                 if not self.live:
                     raise TransferBroken("this server cannot report digests")
-                yield from self._compare((yield from self._table(held.table, 10.0)))
+                yield from self._compare((yield from self._table(held.table, 10.0)), held.version)
                 return VerificationPassed("live-digest")
             case Label(version, deadline_s):
                 yield self._world.data_rng.choice((0.0, 0.02, 0.5))  # its server may still have to return
@@ -440,19 +443,25 @@ class EngineProcess(Process):
                 yield from self._release(operation)
         return OperationDone()
 
-    def _receive(self, command: Transfer) -> Thread:
+    def _receive(self, command: Transfer, *, unknown: bool) -> Thread:
         self._loads += 1
         deadline = self.clock() + command.deadline_s
         if self._world.trust is not None:
             self._object(verify_endpoint(command, self._signer, self._world.trust))
         wanted = (yield from self._table(command.table, command.deadline_s)) if command.table else None
+        label = self._last_label
         if not _is_versions(self._last_label):
             yield from self._label(f"{INCOMPLETE}{self._last_label}", command.deadline_s)
+        yield from self._begin_left(command, INCOMPLETE if unknown else label, deadline, unknown=unknown)
         checked, followed = yield from receive(
             self._world, self, command.offer.address, command.epoch, wanted, deadline
         )
+        if self._world.scenario.leaves and not self._world.scenario.leaves_part(command.version):
+            tag = self.server.buckets[-1]
+            yield from self.call(lambda: self.server.load_left(tag), deadline - self.clock(), touches=True)
         if followed is not None:
             table = self._believe_table(*followed)
+            yield from self._prove_left(command.version)
             count = self._world.scenario.buckets
             return Received(count, count, checked, "live-digest", table)
         verified_by = ""
@@ -460,6 +469,35 @@ class EngineProcess(Process):
             verified_by = (yield from self._verify(command, checked=True)).verified_by
         assert wanted is not None
         return Received(len(wanted), len(wanted), checked, verified_by)
+
+    def _begin_left(self, command: Transfer, label: str, deadline: float, *, unknown: bool) -> Thread:
+        """As `LeftPart.begin`: what the version leaves is loaded again where it may have changed."""
+        left = self._left_by(command.version)
+        if unknown:
+            self._left.doubt()
+        if left and not self._left.known(left, self._identity(), label, undefined=False):
+            self._left.doubt()
+            yield from self.call(self.server.load_checkpoint, deadline - self.clock(), touches=True)
+        self._left.begin(left, self._identity())
+
+    def _prove_left(self, version: int) -> Thread:
+        """Once for each launch, where the server reports digests."""
+        left = self._left_by(version)
+        if left and self.live and not self._left.proven(left, self._identity()):
+            found: list[str] = []
+            yield from self.call(lambda: found.append(self.server.left), CALL_S)
+            self._compare_left(version, found[0])
+
+    def _compare_left(self, version: int, found: str) -> None:
+        left = self._left_by(version)
+        if left and found != LAUNCH:
+            self._left.doubt()
+            raise TransferBroken("what the version leaves is not as launched")
+        if left:
+            self._left.note_proven(left, self._identity())
+
+    def _left_by(self, version: int) -> frozenset[str]:
+        return frozenset({"left."}) if self._world.scenario.leaves_part(version) else frozenset()
 
     def _believe_table(self, blob: bytes, signature: str) -> Digest:
         table = Digest(hashlib.sha256(blob).hexdigest())
@@ -488,17 +526,18 @@ class EngineProcess(Process):
     def _verify(self, command: Transfer, *, checked: bool) -> Thread:
         wanted = yield from self._table(command.table, 10.0)
         if self.live:
-            yield from self._compare(wanted)
+            yield from self._compare(wanted, command.version)
             return VerificationPassed("live-digest")
         if checked:
             return VerificationPassed("bucket-digest")
         raise TransferBroken("nothing can prove this version")
 
-    def _compare(self, wanted: tuple[str, ...]) -> Thread:
-        found: list[tuple[str, ...]] = []
-        yield from self.call(lambda: found.append(tuple(self.server.buckets)), CALL_S)
-        if found[0] != wanted:
+    def _compare(self, wanted: tuple[str, ...], version: int) -> Thread:
+        found: list[tuple[tuple[str, ...], str]] = []
+        yield from self.call(lambda: found.append((tuple(self.server.buckets), self.server.left)), CALL_S)
+        if found[0][0] != wanted:
             raise TransferBroken("the server does not hold what the table says")
+        self._compare_left(version, found[0][1])
 
     def _label(self, label: str, deadline_s: float) -> Thread:
         yield from self.call(lambda: self.server.set_label(label), min(deadline_s, CALL_S))

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 INVARIANTS: Final = {
     "no-mixed-tokens": "a server that generates holds buckets of one version",
+    "left-as-launched": "a server that generates from a version that leaves a part holds that part as it was launched",
     "true-labels": "a server that generates is labeled with the version of its buckets",
     "fresh-caches": "after a round with flush on, nothing is answered from the cache of other weights",
     "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
@@ -219,6 +220,10 @@ class Judge:
             if not self._world.may_serve_orphan(server.name):
                 self.broken("served-uncommitted", f"{server.name} generates from {tag}, which was never committed")
         label = tag.partition("/")[0]
+        scenario = self._world.scenario
+        leaves = label.isdigit() and scenario.leaves_part(int(label))
+        if scenario.leaves and not server.left_unseen and server.left != (LAUNCH if leaves else tag):
+            self.broken("left-as-launched", f"{server.name} generates from {tag}, beside it from {server.left}")
         if label != server.label:
             self.broken("true-labels", f"{server.name} generates from {tag}, labeled {server.label!r}")
         if self._world.scenario.flush and server.cached - {tag}:

@@ -50,6 +50,7 @@ JOURNAL, RECORD_FILE, LEDGER = (
     "engine_agent/state_file.py",
     "engine_agent/machine/weight_state.py",
 )
+LEFT = "engine_agent/machine/left_record.py"
 MEMBERSHIP = "control/machine/membership.py"
 ROUND, PARTICIPANTS, REGISTRY = (
     "control/machine/round.py",
@@ -63,6 +64,27 @@ APPLICATION, PUBLICATION, SESSION = (
 )
 
 MUTATIONS: Final = (
+    _m(  # found while the left part was put into the simulation: a version left what another party had loaded
+        "leaves-what-another-party-changed",
+        "left-as-launched",
+        APPLICATION,
+        "        unknown = self.weights.state is WeightState.UNKNOWN\n",
+        "        unknown = False\n",
+    ),
+    _m(
+        "leaves-what-an-earlier-version-sent",
+        "left-as-launched",
+        LEFT,
+        "        self._kept = identity, left\n",
+        "        self._kept = identity, left | self._kept[1]\n",
+    ),
+    _m(
+        "takes-any-label-for-a-launch",
+        "left-as-launched",
+        LEFT,
+        "        launched = not label.isdigit() and not label.startswith(INCOMPLETE) and not undefined\n",
+        "        launched = not undefined\n",
+    ),
     # To compare the number alone in `EngineRegistry.answered`, as it once was, changes nothing any more: an engine
     # that is told of a version that is replaced is told another command at once. That it is, is the bug below.
     _m(  # found by the simulation in our own code
@@ -192,8 +214,9 @@ MUTATIONS: Final = (
         "record-says-dirty-after-the-copy-began",
         "no-mixed-tokens",
         APPLICATION,
-        "        return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))",
-        "        return (*self._run(Receive(command, self._checkpoint), command, now), *dirty)",
+        "        return (*(() if known else dirty), "
+        "*self._run(Receive(command, self._checkpoint, unknown), command, now))",
+        "        return (*self._run(Receive(command, self._checkpoint, unknown), command, now), *dirty)",
         (
             LEDGER,
             "        if health is not EngineHealth.CLEAN:\n            return ()",

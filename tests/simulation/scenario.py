@@ -98,12 +98,18 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     digest_s: float = 0.5
     """How long they digest at most."""
 
+    leaves: bool = False
+    """Two of three versions leave a part of the server as it was launched; see `leaves_part`."""
     runs: bool = False
     """Trainers name their run: one that does not have the channel is refused, or takes it."""
     orphaned: str = "wait"
     """What sidecars do with a verified version, once no coordinator was heard of for long."""
     strides: tuple[int, int] = STRIDE_RANGE
     """By how much a start raises the epochs, at least, and less than."""
+
+    def leaves_part(self, version: int) -> bool:
+        """Whether `version` leaves a part."""
+        return self.leaves and version % 3 != 0
 
     @property
     def may_be_set_back(self) -> bool:
@@ -157,7 +163,7 @@ def _draw(seed: int, *, setbacks: bool) -> Scenario:
     )
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
-    drawn = _with_hung_records(_with_hung_disks(_with_revocations(drawn)))
+    drawn = _with_left_parts(_with_hung_records(_with_hung_disks(_with_revocations(drawn))))
     return _with_other_parties(
         _with_strangers(_with_orphans(_with_one_apart(_with_setbacks(drawn, certainly=setbacks))))
     )
@@ -307,6 +313,21 @@ def _with_orphans(drawn: Scenario) -> Scenario:
         faults = (*faults, again)
     calm_from = max(drawn.calm_from, at + lasts + 10.0)
     return msgspec.structs.replace(drawn, faults=faults, calm_from=calm_from)
+
+
+def _with_left_parts(drawn: Scenario) -> Scenario:
+    """Trainers that train a part of the served checkpoint, and in some versions all of it. By its own dice.
+
+    In some of these storms another party changes the part that stays, between two versions.
+    """
+    rng = random.Random(f"weightbus-left-{drawn.seed}")
+    if rng.random() >= 0.4:
+        return drawn
+    faults = list(drawn.faults)
+    if rng.random() < 0.3:
+        at = rng.uniform(drawn.calm_from / 2, drawn.calm_from - 1.0)
+        faults.append(Fault(at=at, kind="foreign-load", target=rng.choice(drawn.engines).name))
+    return msgspec.structs.replace(drawn, leaves=True, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def _with_hung_disks(drawn: Scenario) -> Scenario:

@@ -31,6 +31,10 @@ class ServerModel:
         self.up = self.frozen = self.paused = False
         self.label = "default"
         self.buckets = [LAUNCH] * buckets
+        self.left = LAUNCH
+        """What the part holds that some versions leave."""
+        self.left_unseen = False
+        """Another party has changed that part, and no agent has noticed it yet."""
         self._tags: tuple[str, ...] | None = None
         self.epoch_loaded = 0
         self.cached: set[str] = set()
@@ -59,6 +63,7 @@ class ServerModel:
         self.up, self.frozen, self.paused, self.label = True, False, False, "default"
         self.buckets, self._tags = [LAUNCH] * len(self.buckets), None
         self.epoch_loaded, self.cached, self.foreign = 0, set(), False
+        self.left, self.left_unseen = LAUNCH, False
         self._queue.clear()
         self._dies_at = None
         self._world.loop.note(self.name, f"server is up (launch {self.launch})")
@@ -104,6 +109,7 @@ class ServerModel:
             self._world.loop.note(self.name, "** another party loads weights of its own")
             self.foreign, self.label = True, label
             self.buckets, self._tags = [FOREIGN] * len(self.buckets), None
+            self.left, self.left_unseen = FOREIGN, True
             self._changed()
 
     def resume_foreign(self) -> None:
@@ -168,6 +174,18 @@ class ServerModel:
         self._world.judge.loaded(self, epoch)
         self.epoch_loaded = max(self.epoch_loaded, epoch)
         self._world.loop.note(self.name, f"server loads bucket {bucket}: {tag} (epoch {epoch})")
+        self._changed()
+
+    def load_left(self, tag: str) -> None:
+        """The part that other versions leave changes, with the version `tag`."""
+        self.left, self.left_unseen = tag, False
+        self._changed()
+
+    def load_checkpoint(self) -> None:
+        """update_weights_from_disk of the launch checkpoint: everything changes."""
+        self.buckets, self._tags = [LAUNCH] * len(self.buckets), None
+        self.left, self.left_unseen = LAUNCH, False
+        self._world.loop.note(self.name, "server loads its launch checkpoint")
         self._changed()
 
     def _changed(self) -> None:

@@ -12,6 +12,7 @@ from weightbus.engine_agent.machine.events import (
     Label,
     OperationFailed,
     PauseServer,
+    Receive,
     ReleaseServer,
     ServerWatched,
 )
@@ -156,3 +157,20 @@ def test_a_version_that_met_another_generation_is_not_served(at: str) -> None:
     world.slow_label = False
     world.to_serving(2, 8)
     assert world.machine.view().health is EngineHealth.CLEAN
+
+
+def test_a_transfer_is_told_of_a_server_that_another_party_changed() -> None:
+    """Any weight may be another one, what the version leaves as well; not once a version was proven (N57, N64, F39)."""
+    world = World()
+    world.to_serving()
+    watched(world, changed="labeled '77'")
+    world.end()
+    for epoch, unknown in ((2, True), (3, False)):
+        world.to_paused(epoch, 6 + epoch)
+        world.transfer(epoch, 6 + epoch)
+        assert isinstance(world.doing, Receive)
+        assert world.doing.unknown is unknown
+        world.end()
+        world.end()
+        world.commit(epoch, 6 + epoch)
+        world.end()

@@ -106,7 +106,9 @@ def test_a_server_as_it_was_launched_keeps_what_is_left(folder: Path) -> None:
     assert server.loaded == ["m"], "the version before sent model.norm.weight"
 
 
-@pytest.mark.parametrize("case", ["sent before", "another sidecar's", "half sent", "released", "another launch's"])
+@pytest.mark.parametrize(
+    "case", ["sent before", "another sidecar's", "half sent", "released", "another launch's", "another party's"]
+)
 def test_what_may_have_changed_is_loaded_again_from_the_launch_checkpoint(folder: Path, case: str) -> None:
     """Before the first byte of a version that leaves it, once (N64)."""
     server, left = Server(folder), layout(folder, LEFT)
@@ -123,6 +125,11 @@ def test_what_may_have_changed_is_loaded_again_from_the_launch_checkpoint(folder
         part.begin(left, "m", "default", 1.0)
         part.note_proven(left)
         server.facts = SimpleNamespace(identity="a+1", undefined=True)
+    elif case == "another party's":
+        part.begin(left, "m", "default", 1.0)
+        part.note_proven(left)
+        part.doubt()
+        label = INCOMPLETE
     else:
         part.begin(left, "m", "default", 1.0)
         server.facts, label = SimpleNamespace(identity="b", undefined=False), "4"
@@ -130,8 +137,10 @@ def test_what_may_have_changed_is_loaded_again_from_the_launch_checkpoint(folder
     part.begin(left, "m", label, 1.0)
     assert server.loaded == ["m"]
     assert not part.proven(left), "it is proven again"
+    part.note_proven(left)
     part.begin(left, "m", "5", 1.0)
     assert server.loaded == ["m"]
+    assert part.proven(left), "and stays so"
 
 
 def test_a_version_that_leaves_nothing_loads_nothing_again(folder: Path) -> None:
@@ -145,9 +154,14 @@ def test_a_speculating_server_is_not_brought_back(folder: Path) -> None:
     """Its drafts would not be: the reason says what to do (N64)."""
     part = LeftPart(cast("Any", Server(folder, drafts=True)))
     part.begin(layout(folder, LEFT), "m", "default", 1.0)
+    part.require(layout(folder, LEFT), "1")
     part.begin(layout(folder), "m", "1", 1.0)
-    with pytest.raises(UnfitManifest, match="launch it anew"):
-        part.begin(layout(folder, LEFT), "m", "2", 1.0)
+    part.require(layout(folder), "2")
+    for refused in (lambda: part.require(layout(folder, LEFT), "2"),
+                    lambda: part.begin(layout(folder, LEFT), "m", "2", 1.0)):  # fmt: skip
+        with pytest.raises(UnfitManifest, match=r"leaves model\.layers\.0\. .*launch the server anew, .*or have"):
+            refused()
+    assert part._server.loaded == []  # type: ignore[attr-defined]
 
 
 def test_what_is_left_is_predicted_from_the_files(folder: Path) -> None:

@@ -77,7 +77,7 @@ TRANSFER = Transfer(
     deadline_s=600.0,
 )
 HELD = HeldVersion(version=TRANSFER.version, manifest=TRANSFER.manifest, table=TRANSFER.table)
-WHOLE = SimpleNamespace(left=())
+WHOLE = SimpleNamespace(left=(), left_names=frozenset())
 """A layout that leaves nothing."""
 PREPARE = Prepare(
     channel=Channel("c"),
@@ -826,6 +826,21 @@ def test_launch_weights_are_marked_before_their_first_change() -> None:
     assert calls == [f"label {INCOMPLETE}default", "receive"]
     assert made.perform(ReleaseServer(None, flush=False, deadline_s=5.0)) == OperationDone()
     assert server.last_label == "default"
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_server_that_another_party_changed_is_not_as_launched(*, unknown: bool) -> None:
+    """Whatever its label says and an earlier proof said: what a version leaves was changed, too (N57, N64, F39)."""
+    made, _, _ = marked("default")
+    begun: list[str] = []
+    made._left = cast(
+        "Any",
+        SimpleNamespace(
+            begin=lambda _layout, _folder, label, _left: begun.append(label), doubt=lambda: begun.append("doubted")
+        ),
+    )
+    made.perform(Receive(LOCAL, "", unknown))
+    assert begun == (["doubted", INCOMPLETE] if unknown else ["default"])
 
 
 def test_a_version_needs_no_mark() -> None:
