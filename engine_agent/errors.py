@@ -35,6 +35,14 @@ class CalledOff(EngineAgentError):
         super().__init__("called off: the round has gone on without this engine, or its server is gone")
 
 
+class UnknownServerVersion(EngineAgentError):
+    """The server is of a version whose interface was never checked."""
+
+    def __init__(self, version: str, reason: str) -> None:
+        super().__init__(reason)
+        self.version = version
+
+
 class UnfitManifest(EngineAgentError):
     """The manifest does not fit the server. Nothing was sent to the server."""
 

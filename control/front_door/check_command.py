@@ -20,10 +20,11 @@ from msgspec import Meta
 
 from weightbus.control.cli import SettingsCommand, load_settings
 from weightbus.control.protocol import ConfigurationError
-from weightbus.control.security import check_url
 from weightbus.control.terminal_text import byte_size
+from weightbus.engine_agent.sidecar import ServerSettings
 
 if TYPE_CHECKING:  # both bring torch, for which neither the list of commands nor a check of settings should wait
+    from weightbus.dataplane.tensors import Manifest
     from weightbus.engine_agent.engines import Engine
     from weightbus.trainer_agent import TrainerSettings
     from weightbus.trainer_agent.publish import PlannedVersion
@@ -38,10 +39,9 @@ _WHERE: Final = {
 """Conditions of transports that only a running trainer tells."""
 
 
-class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
+class CheckSettings(ServerSettings, frozen=True, kw_only=True):
     """Settings of ``weightbus check``."""
 
-    server: Annotated[str, Meta(description="the inference server")] = "http://127.0.0.1:30000"
     model: Annotated[Path, Meta(description="folder of the checkpoint that is trained; its config may be enough")]
     trainer_config: Annotated[
         Path | None, Meta(description="the trainer's settings file (its section [trainer]); none: defaults")
@@ -54,24 +54,14 @@ class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     dtype: Annotated[str, Meta(description="the dtype= that the trainer's source is given; unset: none")] = ""
-    engine: Annotated[str, Meta(description="kind of the server")] = "sglang"
-    model_path: Annotated[Path | None, Meta(description="the served checkpoint, where it is seen elsewhere here")] = (
-        None
-    )
-    api_key: Annotated[
-        str, Meta(description="the server's --api-key; by environment or file only", extra={"secret": True})
-    ] = ""
-    api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --api-key")] = None
-    admin_api_key: Annotated[
-        str, Meta(description="the server's --admin-api-key; by environment or file only", extra={"secret": True})
-    ] = ""
-    admin_api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --admin-api-key")] = None
-    dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
+    served: Annotated[
+        Path | None, Meta(description="the served= that it is given; unset: none (MegatronSource: its hf_config)")
+    ] = None
     json: Annotated[bool, Meta(description="print the document as JSON")] = False
     timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0, le=86400)] = 30.0
 
     def __post_init__(self) -> None:
-        check_url("server", self.server)
+        super().__post_init__()
         if self.source not in _KINDS:
             raise ValueError(f"source = {self.source!r}: files, exported or megatron is expected")
 
@@ -109,12 +99,12 @@ class LeftEntry(msgspec.Struct, frozen=True):
 
 
 class CastEntry(msgspec.Struct, frozen=True):
-    """Tensors that the trainer converts before they travel."""
+    """Tensors that are converted, by the trainer before they travel, or by the server once they have come."""
 
     found: str
-    """Dtype in the trainer's checkpoint."""
+    """Dtype in the trainer's checkpoint; of those that the server casts, that in which they travel."""
     served: str
-    """Dtype in which they travel."""
+    """Dtype in which they travel; of those that the server casts, that in which it holds them."""
     tensors: int
     names: tuple[str, ...]
     """Some of them."""
@@ -143,6 +133,9 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     copies: dict[str, str] = {}
     """Tensors that follow one that is sent, by name; they do not travel."""
     cast: tuple[CastEntry, ...] = ()
+    """By the trainer."""
+    cast_by_server: tuple[CastEntry, ...] = ()
+    """As at its launch: values that its parameters cannot hold are rounded."""
     refused: tuple[str, ...] = ()
     """Why every version would be refused; empty where one transport fits."""
     transports: dict[str, Way] = {}
@@ -167,12 +160,17 @@ class CheckCommand(SettingsCommand[CheckSettings]):
 def _checked(given: CheckSettings) -> CheckResult:
     """Raises `ConfigurationError` where it cannot be told."""
     from weightbus.dataplane.errors import ManifestError  # noqa: PLC0415
+    from weightbus.engine_agent.errors import UnknownServerVersion  # noqa: PLC0415
     from weightbus.trainer_agent import SourceError  # noqa: PLC0415
     from weightbus.trainer_agent.machine import BadCheckpoint  # noqa: PLC0415
     from weightbus.trainer_agent.publish import SourceKind, planned_version  # noqa: PLC0415
 
     settings = _trainer_settings(given.trainer_config)
-    engine = _identified(given)
+    try:
+        engine = _identified(given)
+    except UnknownServerVersion as error:
+        unknown = ServerSide(given.server, error.version, (), "", "", 0, 0, 0)
+        return CheckResult(fits=False, server=unknown, sent=None, refused=(str(error),))
     try:
         served = given.model_path or Path(engine.facts.model_path)
         if not (served / "config.json").is_file():
@@ -182,7 +180,7 @@ def _checked(given: CheckSettings) -> CheckResult:
             )
         kind = SourceKind(given.source) if given.source else None
         try:
-            planned = planned_version(given.model, settings, kind, given.dtype)
+            planned = planned_version(given.model, settings, kind, given.dtype, given.served)
         except BadCheckpoint as error:
             raise ConfigurationError(f"{error}. --model names the folder of the checkpoint that is trained") from error
         except (SourceError, ManifestError) as error:
@@ -248,6 +246,7 @@ def _result(
         left=tuple(LeftEntry(each.name, each.reason.value) for each in manifest.left),
         copies=manifest.copied,
         cast=tuple(_casts(planned)),
+        cast_by_server=tuple(_casts_of_server(engine.casts(manifest, served), manifest)) if fits else (),
         refused=refused,
         transports=ways,
     )
@@ -284,12 +283,20 @@ def _ways(
 
 
 def _casts(planned: PlannedVersion) -> Iterator[CastEntry]:
-    sent: Mapping[str, str] = {spec.name: spec.dtype for spec in planned.manifest.tensors}
+    sent = {spec.name: spec.dtype for spec in planned.manifest.tensors}
+    found = ((spec.dtype, sent.get(spec.name, "quantized"), spec.name) for spec in planned.trained)
+    return _cast_entries(each for each in found if each[0] != each[1])
+
+
+def _casts_of_server(held: Mapping[str, str], manifest: Manifest) -> Iterator[CastEntry]:
+    return _cast_entries((spec.dtype, held[spec.name], spec.name) for spec in manifest.tensors if spec.name in held)
+
+
+def _cast_entries(casts: Iterable[tuple[str, str, str]]) -> Iterator[CastEntry]:
+    """Of dtypes before and after the cast, and the tensor's name."""
     names: dict[tuple[str, str], list[str]] = {}
-    for spec in planned.trained:
-        served = sent.get(spec.name, "quantized")
-        if served != spec.dtype:
-            names.setdefault((spec.dtype, served), []).append(spec.name)
+    for found, served, name in casts:
+        names.setdefault((found, served), []).append(name)
     for (found, served), each in names.items():
         yield CastEntry(found, served, len(each), tuple(each[:_SHOWN]))
 
@@ -305,14 +312,17 @@ def _page(result: CheckResult) -> Iterator[str]:
     """One page for people."""
     server, sent = result.server, result.sent
     ranks = ", ".join(f"{name} {getattr(server, name)}" for name in ("tp", "pp", "dp") if getattr(server, name) > 1)
-    yield _row("server", f"{server.url}: version {server.version} on {server.device}{f', {ranks}' if ranks else ''}")
-    yield _row("", f"serves {', '.join(server.architectures)} from {server.checkpoint}")
+    on = f" on {server.device}{f', {ranks}' if ranks else ''}" if server.device else ""
+    yield _row("server", f"{server.url}: version {server.version}{on}")
+    if server.checkpoint:
+        yield _row("", f"serves {', '.join(server.architectures)} from {server.checkpoint}")
     if sent is not None:
         kinds = ", ".join(f"{count} {dtype}" for dtype, count in sent.dtypes.items())
         yield _row("sent", f"{sent.model}, {sent.tensors} tensors, {byte_size(sent.bytes)} ({kinds}); by {sent.source}")
         yield from _rows("left", (f"{each.name} ({each.reason}): as launched" for each in result.left))
         yield from (_row("", f"{name}: follows {of}") for name, of in result.copies.items())
-        yield from _rows("cast", map(_cast_line, result.cast))
+        by_server = (f"{_cast_line(each)} (by the server, as at its launch)" for each in result.cast_by_server)
+        yield from _rows("cast", chain(map(_cast_line, result.cast), by_server))
     yield from _rows("refused", result.refused)
     for at, (name, way) in enumerate(result.transports.items()):
         yes = f"fits{f', {way.reason}' if way.reason else ''}"

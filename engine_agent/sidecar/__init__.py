@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .settings import read_keys as read_keys
+    from .settings import ServerSettings as ServerSettings, read_keys as read_keys
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -3,7 +3,7 @@
 import enum
 import stat
 from pathlib import Path
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -45,19 +45,13 @@ class VerificationMode(enum.StrEnum):
     """Compared where that is possible. Where it is not, the version is served, and reported as not proven."""
 
 
-class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of ``weightbus engine-agent``."""
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of every command that calls an inference server."""
 
-    name: Annotated[Name, Meta(description="name of this engine, kept across restarts of agent and server")]
-    channel: Annotated[Name, Meta(description="the model whose weights this engine takes")]
-    server: Annotated[str, Meta(description="where the agent reaches its inference server")] = "http://127.0.0.1:30000"
-    engine: Annotated[str, Meta(description="kind of that server")] = DEFAULT
-    url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
-    coordinator: Annotated[str, Meta(description="endpoint of the coordinator; of several, comma-separated")] = (
-        "tcp://127.0.0.1:5750"
+    server: Annotated[str, Meta(description="where this command reaches the inference server")] = (
+        "http://127.0.0.1:30000"
     )
-    keys: KeysFolder = None
-    insecure_loopback: InsecureLoopback = False
+    engine: Annotated[str, Meta(description="kind of that server")] = DEFAULT
     api_key: Annotated[
         str, Meta(description="the server's --api-key; by environment or file only", extra={"secret": True})
     ] = ""
@@ -66,6 +60,33 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="the server's --admin-api-key; by environment or file only", extra={"secret": True})
     ] = ""
     admin_api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --admin-api-key")] = None
+    model_path: Annotated[Path | None, Meta(description="the served checkpoint, where it is seen elsewhere here")] = (
+        None
+    )
+    dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
+
+    def __post_init__(self) -> None:
+        check_url("server", self.server)
+        require_known(self.engine)
+        for name, key, file in (
+            ("api_key", self.api_key, self.api_key_file),
+            ("admin_api_key", self.admin_api_key, self.admin_api_key_file),
+        ):
+            if key and file is not None:
+                raise ValueError(f"{name} and {name}_file are both given, expected one: remove either")
+
+
+class EngineAgentSettings(ServerSettings, frozen=True, kw_only=True):
+    """Settings of ``weightbus engine-agent``."""
+
+    name: Annotated[Name, Meta(description="name of this engine, kept across restarts of agent and server")]
+    channel: Annotated[Name, Meta(description="the model whose weights this engine takes")]
+    url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
+    coordinator: Annotated[str, Meta(description="endpoint of the coordinator; of several, comma-separated")] = (
+        "tcp://127.0.0.1:5750"
+    )
+    keys: KeysFolder = None
+    insecure_loopback: InsecureLoopback = False
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5760
     state_dir: Annotated[Path, Meta(description="folder for what must survive the agent; local disk")] = msgspec.field(
@@ -80,9 +101,6 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     saved_after_s: Annotated[
         Wait, Meta(description="how long a round is waited for before a kept version is loaded")
     ] = 15.0
-    model_path: Annotated[Path | None, Meta(description="the served checkpoint, where the agent sees it elsewhere")] = (
-        None
-    )
     transports: Annotated[tuple[TransportKind, ...], Meta(description="those that may be used", min_length=1)] = (
         TransportKind.DIRECT,
         TransportKind.LOCAL,
@@ -117,7 +135,6 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     orphaned_s: Annotated[
         Wait, Meta(description="how long no coordinator is heard of before an engine that cannot serve raises an alarm")
     ] = ORPHANED_S
-    dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
     poll_s: Annotated[Wait, Meta(description="how often the server is looked at")] = 1.0
     watch_s: Annotated[
         float,
@@ -138,46 +155,15 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_key_settings(self.keys, insecure_loopback=self.insecure_loopback)
         check_endpoints("coordinator", self.coordinator)
-        check_url("server", self.server)
         if self.url:
             check_url("url", self.url)
-        require_known(self.engine)
         transports.require_known(self.transports)
-        for name, key, file in (
-            ("api_key", self.api_key, self.api_key_file),
-            ("admin_api_key", self.admin_api_key, self.admin_api_key_file),
-        ):
-            if key and file is not None:
-                raise ValueError(f"{name} and {name}_file are both given, expected one: remove either")
 
 
-class NamesKeys(Protocol):
-    """Settings that name a server's keys, as they are or by files."""
-
-    @property
-    def api_key(self) -> str:
-        """The server's ``--api-key``; empty where it has none, or a file is named."""
-        ...
-
-    @property
-    def api_key_file(self) -> Path | None:
-        """File that holds it."""
-        ...
-
-    @property
-    def admin_api_key(self) -> str:
-        """The server's ``--admin-api-key``; empty as above."""
-        ...
-
-    @property
-    def admin_api_key_file(self) -> Path | None:
-        """File that holds it."""
-        ...
-
-
-def read_keys(settings: NamesKeys) -> tuple[Keys, dict[str, str]]:
+def read_keys(settings: ServerSettings) -> tuple[Keys, dict[str, str]]:
     """The server's keys, and what to do about files that others can read, by setting. Raises `KeyFileUnusable`."""
     exposed: dict[str, str] = {}
     keys = Keys(

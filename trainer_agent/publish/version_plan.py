@@ -6,7 +6,9 @@ It is made as a publication makes it: the tensors of a source, quantized as the 
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -14,14 +16,15 @@ from typing import Final
 import msgspec
 import torch
 
-from weightbus.dataplane.tensors import Left, Manifest, TensorSpec, covering
+from weightbus.dataplane.tensors import Left, Manifest, TensorSpec, covering, main_dtype
 
+from ..assembly import DTYPES
 from ..checkpoints import checkpoint_folder as folders, open_checkpoint
 from ..machine import UnfinishedCheckpoint
 from ..quantized import as_served
 from ..settings import TrainerSettings
 from ..source import SERVABLE_DTYPES, AssemblyFailed, UnsupportedModel, check_dtype
-from ..sources import CollectiveSource, SingleRank
+from ..sources import CollectiveSource, SingleRank, TensorDtypes, cast_dtype, has_files, transformers_class
 from ..sources.megatron import HFModel, has_table, hf_tensors
 from .bucket_staging import VersionLayout
 
@@ -72,7 +75,9 @@ class _PlannedSource(CollectiveSource):
         raise AssemblyFailed(f"bucket {index} of {manifest.model} is planned only")
 
 
-def planned_version(folder: Path, settings: TrainerSettings, kind: SourceKind | None, dtype: str) -> PlannedVersion:
+def planned_version(
+    folder: Path, settings: TrainerSettings, kind: SourceKind | None, dtype: str, served: Path | None = None
+) -> PlannedVersion:
     """The version that a trainer of the checkpoint in `folder` would publish with `settings`.
 
     Args:
@@ -80,6 +85,7 @@ def planned_version(folder: Path, settings: TrainerSettings, kind: SourceKind | 
         settings: of the trainer. What their `left` covers is not trained.
         kind: how the model is presented; None: by its files, or by the table where there are none.
         dtype: the ``dtype=`` that the source is given; empty for none.
+        served: the ``served=`` that it is given; `MegatronSource` knows it from the folder.
 
     Raises `BadCheckpoint` for a folder that does not tell, and `SourceError` for a model that cannot be served.
     """
@@ -91,10 +97,30 @@ def planned_version(folder: Path, settings: TrainerSettings, kind: SourceKind | 
     kind = SourceKind.MEGATRON if found is None else kind or SourceKind.FILES
     model, tensors = found or _by_table(folder, settings, dtype)
     trained = tuple(spec for spec in tensors if not covering(settings.left, spec.name))
-    cast = dtype and kind is not SourceKind.MEGATRON
-    sent = [msgspec.structs.replace(each, dtype=dtype) if cast and each.dtype in _FLOATS else each for each in trained]
-    source = as_served(_PlannedSource(model, sent), settings)
+    source = as_served(_PlannedSource(model, _as_sent(model, trained, folder, kind, dtype, served)), settings)
     return PlannedVersion(VersionLayout.of(source, settings).manifest, kind, trained)
+
+
+def _as_sent(  # noqa: PLR0917  the arguments of `planned_version`
+    model: str, trained: Sequence[TensorSpec], folder: Path, kind: SourceKind, dtype: str, served: Path | None
+) -> list[TensorSpec]:
+    """The tensors in the dtypes in which the source serves them."""
+    asked, known = DTYPES[dtype] if dtype else None, served
+    if kind is SourceKind.MEGATRON:
+        named = main_dtype(trained)
+        asked, known = DTYPES[named] if named else None, folder if has_files(folder) else None
+    dtypes, found = TensorDtypes(asked, known), None
+    if dtypes.dtype and any(each.dtype in _FLOATS and each.dtype != dtypes.dtype for each in trained):
+        with contextlib.suppress(ImportError, RuntimeError):  # as for a trainer that has no transformers
+            importlib.import_module("transformers")
+        found = transformers_class(model)
+    cast = None if kind is SourceKind.MEGATRON else dtypes.dtype
+    return [
+        msgspec.structs.replace(each, dtype=dtypes.of(each.name, cast_dtype(found, each.name, each.dtype, cast)))
+        if each.dtype in _FLOATS
+        else each
+        for each in trained
+    ]
 
 
 def _by_files(folder: Path, settings: TrainerSettings, *, required: bool) -> tuple[str, Sequence[TensorSpec]] | None:

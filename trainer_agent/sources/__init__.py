@@ -13,6 +13,12 @@ if TYPE_CHECKING:
         bridge_exporter as bridge_exporter,
     )
     from .hf_module import FSDPSource as FSDPSource, HFModuleSource as HFModuleSource
+    from .tensor_dtypes import (
+        TensorDtypes as TensorDtypes,
+        cast_dtype as cast_dtype,
+        has_files as has_files,
+        transformers_class as transformers_class,
+    )
     from .tensor_slices import Slice as Slice
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

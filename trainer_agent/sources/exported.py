@@ -44,7 +44,7 @@ from .collective_source import (
     on_all_ranks,
 )
 from .hf_module import device_of, served_dtypes
-from .tensor_dtypes import Served, TensorDtypes, kept_in_float32, transformers_class
+from .tensor_dtypes import Served, TensorDtypes, cast_dtype, transformers_class
 from .tensor_placement import placements_of, replica_digests
 from .wrappers import architecture, check_wrappers
 
@@ -284,9 +284,8 @@ def _check_alike(name: str, tensor: torch.Tensor, listing: _Listing, seen: Abstr
 
 def _served(name: str, tensor: torch.Tensor, dtypes: TensorDtypes, model: str) -> str:
     exported = wanted = _name(tensor.dtype)
-    if dtypes.dtype is not None and tensor.is_floating_point() and exported != dtypes.dtype:
-        kept = kept_in_float32(transformers_class(model), name, dtypes.dtype)
-        wanted = "float32" if kept else dtypes.dtype
+    if tensor.is_floating_point():
+        wanted = cast_dtype(transformers_class(model), name, exported, dtypes.dtype)
     if advice := unreadable_reason(tensor, rounded=False):
         raise UnknownParameter(name, tensor.shape, exported, advice)
     if exported.startswith(_EIGHT_BITS):

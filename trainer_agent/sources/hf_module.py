@@ -37,7 +37,7 @@ from .collective_source import (
     distinct_shards,
     local_tensor,
 )
-from .tensor_dtypes import Served, TensorDtypes, kept_in_float32
+from .tensor_dtypes import Served, TensorDtypes, cast_dtype
 from .tensor_placement import Placement, placements_of, replica_digests
 from .tensor_slices import LocalShard, runs_of, shards_of
 from .wrappers import architecture, check_wrappers, unwrapped
@@ -211,9 +211,8 @@ def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtypes:
     served: dict[str, str] = {}
     for name, tensor in stored.items():
         own = wanted = str(tensor.dtype).removeprefix("torch.")
-        cast = dtypes.dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        if cast and dtypes.dtype and own != dtypes.dtype:
-            wanted = "float32" if kept_in_float32(module, name, dtypes.dtype) else dtypes.dtype
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            wanted = cast_dtype(module, name, own, dtypes.dtype)
         if advice := unreadable_reason(local_tensor(tensor), rounded=wanted != own):
             raise UnknownParameter(name, tensor.shape, str(tensor.dtype), advice)
         served[name] = wanted

@@ -83,8 +83,21 @@ def has_files(folder: Path) -> bool:
 
 def transformers_class(architecture: str) -> type | None:
     """The class of this name, where this process has imported transformers and that has one."""
-    found: object = getattr(sys.modules.get("transformers"), architecture, None)
+    try:
+        found: object = getattr(sys.modules.get("transformers"), architecture, None)
+    except (ImportError, RuntimeError):  # a class whose own dependencies are missing, or of another torch
+        return None
     return found if isinstance(found, type) else None
+
+
+def cast_dtype(model: object, name: str, own: str, dtype: str | None) -> str:
+    """Dtype in which a floating-point tensor of `own` dtype is served where ``dtype=`` is given, and nothing else.
+
+    `model` is a module, or a class of transformers, that may keep some tensors in float32.
+    """
+    if dtype is None or own == dtype:
+        return own
+    return "float32" if kept_in_float32(model, name, dtype) else dtype
 
 
 def kept_in_float32(model: object, name: str, dtype: str) -> bool:

@@ -19,7 +19,7 @@ from weightbus.dataplane.quantize import Element, Quantization, Scheme
 from weightbus.dataplane.tensors import FLOAT_DTYPES, Manifest, TensorSpec, covering, main_dtype, shortest_prefixes
 from weightbus.dataplane.transports import LoadedBy, Transport, registry as transports
 
-from ...errors import EngineAgentError, UnfitManifest
+from ...errors import UnfitManifest, UnknownServerVersion
 from .. import checkpoint_spec
 from ..checkpoint_spec import Expected
 from ..interface import Limitation
@@ -75,13 +75,14 @@ _KNOWN: Final = "0.5.11 to 0.5.23"
 _RELEASE: Final = re.compile(r"^(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?$")
 
 
-class UnknownDialect(EngineAgentError):
+class UnknownDialect(UnknownServerVersion):
     """The server speaks a version of SGLang's HTTP interface that was never checked."""
 
     def __init__(self, version: str) -> None:
         super().__init__(
+            version,
             f"SGLang {version!r} is not a version this agent knows ({_KNOWN}): run one of those, or name the nearest "
-            "with --dialect after trying a round on a server without users"
+            "with --dialect after trying a round on a server without users",
         )
 
 

@@ -125,6 +125,44 @@ def test_casts_are_shown_from_and_to(fake: FakeSGLang, served: Path, capsys: pyt
     assert "float16" in found["refused"][0]
 
 
+def test_tensors_that_the_files_keep_apart(
+    fake: FakeSGLang, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the trainer sends by `served`, and what the server casts of it; a table's source knows it by itself."""
+    file, norm = served / "model.safetensors", "model.norm.weight"
+    weights = load_file(file)
+    masters = tiny_model.write(tmp_path / "masters", 1)
+    save_file({name: each.float() for name, each in weights.items()}, masters / "model.safetensors")
+    save_file({**weights, norm: weights[norm].float()}, file)
+    rest = len(weights) - 1
+
+    code, found = check(capsys, fake.url, masters, "--dtype=bfloat16", f"--served={served}")
+    assert code == 0
+    assert found["sent"]["dtypes"] == {"float32": 1, "bfloat16": rest}
+    (cast,), (by_server,) = found["cast"], found["cast_by_server"]
+    assert (cast["found"], cast["served"], cast["tensors"]) == ("float32", "bfloat16", rest)
+    assert by_server == {"found": "float32", "served": "bfloat16", "tensors": 1, "names": [norm]}
+    assert check(capsys, fake.url, served, "--source=megatron")[1]["sent"]["dtypes"] == found["sent"]["dtypes"]
+    assert check(capsys, fake.url, masters, "--dtype=bfloat16")[1]["cast_by_server"] == []
+    code, found = check(capsys, fake.url, masters)
+    assert code == 1
+    assert f"served='{served}'" in found["refused"][0]
+    main(["check", f"--server={fake.url}", f"--model={served}"])
+    assert "1 from float32 to bfloat16: model.norm.weight (by the server, as at its launch)" in capsys.readouterr().out
+
+
+def test_a_server_of_an_unknown_version(fake: FakeSGLang, served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A document too, and its version: every sidecar would refuse it."""
+    fake.version = "0.9.0"
+    code, found = check(capsys, fake.url, served)
+    assert code == 1
+    assert (found["server"]["version"], found["sent"], found["transports"]) == ("0.9.0", None, {})
+    assert "--dialect" in found["refused"][0]
+    assert main(["check", f"--server={fake.url}", f"--model={served}"]) == 1
+    assert capsys.readouterr().out.startswith(f"server     {fake.url}: version 0.9.0\nrefused    SGLang '0.9.0' is not")
+    assert check(capsys, fake.url, served, "--dialect=0.5.23")[0] == 0
+
+
 def test_a_config_is_enough_for_a_family_with_a_table(
     fake: FakeSGLang, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
