@@ -376,6 +376,8 @@ def _from_file(known: Mapping[str, SettingField], section: str, file: Path | Non
     except ValueError as problem:  # bad TOML or bad UTF-8
         raise ConfigurationError(f"configuration file {file} is not TOML: {problem}") from problem
     for name, table in document.items():
+        if name not in SECTIONS and not isinstance(table, dict):
+            raise ConfigurationError(f"{file}: {name!r} stands outside of a section: write it below [{section}]")
         if name not in SECTIONS:
             raise ConfigurationError(f"{file}: no section [{name}] is known{_nearest(name, SECTIONS)}")
         if not isinstance(table, dict):

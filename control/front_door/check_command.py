@@ -21,6 +21,7 @@ from msgspec import Meta
 from weightbus.control.cli import SettingsCommand, load_settings
 from weightbus.control.protocol import ConfigurationError
 from weightbus.control.terminal_text import byte_size
+from weightbus.dataplane.tensors import FLOAT_DTYPES
 from weightbus.engine_agent.sidecar import ServerSettings
 
 if TYPE_CHECKING:  # both bring torch, for which neither the list of commands nor a check of settings should wait
@@ -64,6 +65,8 @@ class CheckSettings(ServerSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if self.source not in _KINDS:
             raise ValueError(f"source = {self.source!r}: files, exported or megatron is expected")
+        if self.dtype and self.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype = {self.dtype!r}: {', '.join(FLOAT_DTYPES)} is expected")
 
 
 class ServerSide(msgspec.Struct, frozen=True):
@@ -166,6 +169,8 @@ def _checked(given: CheckSettings) -> CheckResult:
     from weightbus.trainer_agent.publish import SourceKind, planned_version  # noqa: PLC0415
 
     settings = _trainer_settings(given.trainer_config)
+    if objection := _no_checkpoint(given.model, settings):
+        raise ConfigurationError(objection)
     try:
         engine = _identified(given)
     except UnknownServerVersion as error:
@@ -182,12 +187,28 @@ def _checked(given: CheckSettings) -> CheckResult:
         try:
             planned = planned_version(given.model, settings, kind, given.dtype, given.served)
         except BadCheckpoint as error:
-            raise ConfigurationError(f"{error}. --model names the folder of the checkpoint that is trained") from error
+            raise ConfigurationError(f"{error}: mend it, or name another folder with --model") from error
         except (SourceError, ManifestError) as error:
             return CheckResult(fits=False, server=_server_side(given, engine), sent=None, refused=(str(error),))
         return _result(given, engine, served, planned, settings)
     finally:
         engine.close()
+
+
+def _no_checkpoint(model: Path, settings: TrainerSettings) -> str:
+    """Why `model` is no folder of a checkpoint, and what to do; empty if it may be one."""
+    wanted = "--model names the folder of the checkpoint that is trained"
+    if model.is_file():
+        return f"{model} is a file: {wanted}, as {model.parent}"
+    if not model.is_dir():
+        return f"there is no folder {model} here: {wanted}; names of a hub are not looked up, so download it first"
+    beside = settings.hf_config_dir
+    if not (model / "config.json").is_file() and not (beside is not None and (beside / "config.json").is_file()):
+        return (
+            f"{model} has no config.json: {wanted}. Copy its config.json there, or name the folder that has it as"
+            " hf_config_dir in the trainer's settings (--trainer-config)"
+        )
+    return ""
 
 
 def _trainer_settings(file: Path | None) -> TrainerSettings:

@@ -37,6 +37,7 @@ _SERVE_BLOCKS: Final = (
     "serve a checkpoint in fp8 blocks (weight_block_size), or the plain one with no --quantization, which any transport"
     " updates"
 )
+_SERVE_TRAINED: Final = "launch the server with a checkpoint of the trained model"
 Release = tuple[int, int, int]
 
 
@@ -201,8 +202,7 @@ def check(
     problems = [
         *_server(facts, dialect, transport),
         *objections(expected.quantization, expected.shapes, facts, dialect),
-        *_model(manifest, facts),
-        *_layout(manifest, facts, expected, held),
+        *(list(_model(manifest, facts)) or _layout(manifest, facts, expected, held)),
     ]
     if problems:
         raise UnfitManifest("; ".join(problems) + ". Nothing was sent to the server")
@@ -225,7 +225,8 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
 
 def _model(manifest: Manifest, facts: ServerFacts) -> Iterator[str]:
     if facts.architectures and manifest.model not in facts.architectures:
-        yield f"the manifest is of {manifest.model}, the server serves {', '.join(facts.architectures)}"
+        served = ", ".join(facts.architectures)
+        yield f"the manifest is of {manifest.model}, the server serves {served}: {_SERVE_TRAINED}"
 
 
 def _layout(manifest: Manifest, facts: ServerFacts, expected: Expected, held: HeldDtypes = _UNKNOWN) -> Iterator[str]:
@@ -267,7 +268,10 @@ def _names(manifest: Manifest, expected: Expected) -> Iterator[str]:
         )
     unknown = sent - expected.shapes.keys() - expected.optional
     if unknown:
-        yield f"{_some(unknown)} unknown to the served model: the server would skip them and report success"
+        yield (
+            f"{_some(unknown)} unknown to the served model: the server would skip them and report success;"
+            f" {_SERVE_TRAINED}"
+        )
 
 
 def _form(expected: Expected, name: str) -> tuple[str, tuple[int, ...]]:
@@ -283,6 +287,8 @@ def _shapes(manifest: Manifest, expected: Expected) -> Iterator[str]:
     yield from wrong[:_SHOWN]
     if len(wrong) > _SHOWN:
         yield f"{len(wrong) - _SHOWN} more shapes differ"
+    if wrong:
+        yield f"another model is trained than the served one: {_SERVE_TRAINED}"
 
 
 def _dtypes(manifest: Manifest, facts: ServerFacts, expected: Expected, held: HeldDtypes) -> Iterator[str]:

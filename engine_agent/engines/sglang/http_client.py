@@ -206,7 +206,8 @@ def _reason(response: httpcore.Response) -> str:
     try:
         content: object = json.loads(response.content)
     except ValueError:
-        return _short(response.content.decode(errors="replace"))
+        text = response.content.decode(errors="replace")
+        return "with a web page" if text.lstrip().startswith("<") else _short(text)
     if isinstance(content, dict):
         for key in ("message", "error"):
             value: object = content.get(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

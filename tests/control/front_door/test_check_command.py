@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -216,6 +217,44 @@ def test_what_cannot_be_told_has_its_own_code(
     assert main(["check", f"--server={fake.url}", f"--model={served}"]) == 2
     assert "--model-path" in capsys.readouterr().err
     assert main(["check", f"--server={fake.url}", f"--model={served}", f"--model-path={served}"]) == 0
+
+
+def test_wrong_settings_are_told_with_the_next_step(
+    fake: FakeSGLang, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder without its config, a file, a hub's name, an abbreviated dtype, a setting outside of its section."""
+    (tmp_path / "weights").mkdir()
+    config = tmp_path / "trainer.toml"
+    config.write_text('channel = "policy"\n')
+    wanted = "--model names the folder of the checkpoint that is trained"
+    for flags, told in (
+        ([f"--model={tmp_path / 'weights'}"], rf"weights has no config.json: {wanted}\. Copy .* \(--trainer-config\)"),
+        ([f"--model={served / 'config.json'}"], rf"config.json is a file: {wanted}, as {served}"),
+        (["--model=Qwen/Qwen3-8B"], rf"no folder Qwen/Qwen3-8B here: {wanted}; .* download it first"),
+        ([f"--model={served}", "--dtype=bf16"], r"dtype = 'bf16': bfloat16, float16, float32, float64 is expected"),
+        (
+            [f"--model={served}", f"--trainer-config={config}"],
+            r"'channel' stands outside of a section: write it below \[trainer\]",
+        ),
+    ):
+        assert main(["check", f"--server={fake.url}", *flags]) == 2
+        assert re.search(told, capsys.readouterr().err)
+
+
+def test_another_model_is_told_at_once(
+    fake: FakeSGLang, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another architecture that alone; of other sizes the shapes; both with what to launch."""
+    llama = tiny_model.write(tmp_path / "llama", 1, architecture="llama")
+    wide = tiny_model.write(tmp_path / "wide", 1, hidden=128)
+    advice = "launch the server with a checkpoint of the trained model. Nothing was sent to the server"
+    assert check(capsys, fake.url, llama)[1]["refused"] == [
+        f"the manifest is of LlamaForCausalLM, the server serves Qwen3ForCausalLM: {advice}"
+    ]
+    (told,) = check(capsys, fake.url, wide)[1]["refused"]
+    assert "'lm_head.weight' has shape (512, 128), the server's has (512, 64)" in told
+    assert told.endswith(f"another model is trained than the served one: {advice}")
+    assert served.is_dir()
 
 
 def test_the_page_says_the_same(fake: FakeSGLang, served: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.kit.trickle import trickling
 from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.engines.sglang import http_client as wire
-from weightbus.engine_agent.engines.sglang.http_client import HttpClient, _object
+from weightbus.engine_agent.engines.sglang.http_client import HttpClient, _object, _reason
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent, ServerUnreachable
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n"
@@ -28,6 +28,21 @@ def test_an_answer_that_is_no_object_is_a_refusal(content: bytes) -> None:
     response.read()
     with pytest.raises(ServerRefused, match="expected a JSON object"):
         _object("/get_server_info", response)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\n<!DOCTYPE HTML><html><title>Error response</title></html>", "with a web page"),
+        (b"Bad Gateway", "Bad Gateway"),
+        (b'{"message": "<no>", "detail": "secret"}', "<no>"),
+    ],
+)
+def test_a_refusal_is_one_sentence(content: bytes, told: str) -> None:
+    """Another kind of server, or a proxy, answers with a page of which no reader of the error has anything."""
+    response = httpcore.Response(404, content=content)
+    response.read()
+    assert _reason(response) == told
 
 
 @pytest.mark.parametrize("answer", [b"", HEAD], ids=["header", "body"])
