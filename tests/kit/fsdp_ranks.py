@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -60,7 +61,7 @@ def make(kind: str, sizes: dict[str, int], *, tied: bool = False, experts: int =
             return LlamaForCausalLM(LlamaConfig(**plain))
         if kind == "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**plain))
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**plain, **EXPERTS, num_experts=experts))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**EXPERTS, **plain}, num_experts=experts))
 
     return build
 
@@ -99,6 +100,17 @@ def over_tensor_parallel(module: nn.Module) -> None:
     by_layer(mesh["dp"])(module)
 
 
+def over_fused_tensor_parallel(module: nn.Module) -> None:
+    """As transformers' own tensor parallelism: a rank has its part of gate and of up, which are one tensor."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    for part in list(module.modules()):
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if name in {"gate_up_proj", "down_proj"}:
+                cut = _StridedShard(1, split_factor=2) if name == "gate_up_proj" else Shard(2)
+                part.register_parameter(name, nn.Parameter(distribute_tensor(parameter.data, mesh["tp"], [cut])))
+    by_layer(mesh["dp"])(module)
+
+
 def expert_parallel(module: nn.Module) -> None:
     """Each half of the experts on two ranks, sharded over a mesh of its own; everything else over all four."""
     grid = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("ep", "fsdp"))
@@ -128,6 +140,10 @@ CASES: dict[int, dict[str, tuple[Make, Sharding]]] = {
         "odd experts": (make("moe", ODD, experts=3), by_layer()),  # the fourth rank has no expert
         "hybrid": (make("moe", ODD, experts=3), hybrid),
         "over tensor parallel": (make("llama", EVEN), over_tensor_parallel),
+        "over fused tensor parallel": (
+            make("moe", EVEN | {"moe_intermediate_size": 8}, experts=4),
+            over_fused_tensor_parallel,
+        ),
         "expert parallel": (make("moe", ODD, experts=6), expert_parallel),
         "odd over tensor parallel": (make("qwen3", ODD), over_tensor_parallel),
     },

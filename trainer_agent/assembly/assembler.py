@@ -56,7 +56,10 @@ def unreadable_reason(tensor: torch.Tensor, *, rounded: bool) -> str:
             "export them in 16 bits or more (ExportedSource)"
         )
     if tensor.is_meta:
-        return "it has no values yet: build the source after the model was loaded"
+        return (
+            "it has no values yet: build the source after the model was loaded, into memory (what accelerate offloads "
+            "has values while it computes only)"
+        )
     if rounded and tensor.dtype not in _ROUNDED:
         return "its scale would be lost: train without quantized parameters"
     return ""

@@ -84,8 +84,9 @@ class Slice(msgspec.Struct, frozen=True):
 class DTensorCut(msgspec.Struct, frozen=True):
     """This rank holds part `index` of `parts` equal ones of dimension `dim`.
 
-    `after` is DTensor's split factor: into how many parts the dimension was cut before, by the cuts that come later
-    in the list. 1 for a plain cut.
+    `after` is DTensor's split factor, 1 for a plain cut: into how many parts the dimension was cut before, by the cuts
+    that come later in the list. Without such cuts the dimension is that many tensors, fused, of each of which the rank
+    holds part `index`: transformers' tensor parallelism cuts gate and up so.
     """
 
     dim: int
@@ -118,21 +119,30 @@ def runs_of(shape: Sequence[int], cuts: Sequence[DTensorCut]) -> tuple[tuple[Row
 
 def _cut_dim(size: int, cuts: Sequence[DTensorCut], shape: Sequence[int]) -> tuple[RowRun, ...]:
     runs: tuple[RowRun, ...] = (RowRun(0, size),) if size else ()
-    for cut in _in_order(cuts, shape):
-        share = -(-total_length(runs) // cut.parts)
-        runs = slice_runs(runs, cut.index * share, share)
+    for cut, fused in _in_order(cuts, shape):
+        size = -(-total_length(runs) // fused)
+        tensors = [slice_runs(runs, each * size, size) for each in range(fused)]
+        runs = concatenate(run for each in tensors for run in _chunk(each, cut))
     return runs
 
 
-def _in_order(cuts: Sequence[DTensorCut], shape: Sequence[int]) -> list[DTensorCut]:
-    """Cuts in the order in which they were made: a strided one after all that stand behind it."""
-    done: list[DTensorCut] = []
+def _chunk(runs: Sequence[RowRun], cut: DTensorCut) -> tuple[RowRun, ...]:
+    share = -(-total_length(runs) // cut.parts)
+    return slice_runs(runs, cut.index * share, share)
+
+
+def _in_order(cuts: Sequence[DTensorCut], shape: Sequence[int]) -> list[tuple[DTensorCut, int]]:
+    """Cuts in the order in which they were made, each with the number of fused tensors that it cuts.
+
+    A strided cut comes after all that stand behind it; where none does, its split factor is that number.
+    """
+    done: list[tuple[DTensorCut, int]] = []
     for position, cut in enumerate(reversed(cuts)):
         behind = cuts[len(cuts) - position :]
-        if cut.after == 1:
-            done.insert(0, cut)
+        if cut.after == 1 or not behind:
+            done.insert(0, (cut, cut.after))
         elif cut.after == prod(each.parts for each in behind):
-            done.append(cut)
+            done.append((cut, 1))
         else:
             raise UnsupportedModel(
                 f"dimension {cut.dim} of a tensor {tuple(shape)} was cut into {cut.parts} after {cut.after} parts, "

@@ -37,6 +37,10 @@ _GATHERED: Final = (
 )
 
 
+_MADE_BY: Final = ("torch.distributed.", "torch.nn.parallel.")
+"""Modules of torch whose calls change a module's class on the fly."""
+
+
 def bases(kind: type) -> frozenset[str]:
     """Names of a class and of all its bases."""
     return frozenset(each.__name__ for each in kind.__mro__)
@@ -68,13 +72,9 @@ def architecture(module: nn.Module) -> str:
 
 
 def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before `fully_shard`, which makes a class of `FSDPModule` and that one on the fly."""
-    if not any(each.__name__ == "FSDPModule" for each in kind.__mro__[1:]):
-        return kind
-    inside = (each for each in kind.__mro__[1:] if each.__name__ != "FSDPModule")
-    return next(
-        each for each in inside if issubclass(each, nn.Module) and not each.__module__.startswith("torch.distributed")
-    )
+    """The class that a module had before `fully_shard` or `replicate`, which make a class of theirs and that one."""
+    own = (each for each in kind.__mro__ if issubclass(each, nn.Module))
+    return next((each for each in own if not each.__module__.startswith(_MADE_BY)), kind)
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:

@@ -59,6 +59,21 @@ def test_fsdp_cuts_what_tensor_parallelism_left(size: int, fsdp: int, tp: int, d
         assert indexes(runs) == torch_cut(torch_cut(torch.arange(size), fsdp, at, after=tp), tp, then).tolist()
 
 
+@settings(deadline=None)
+@given(SIZES, PARTS, st.integers(2, 5), PARTS, st.data())
+def test_tensor_parallelism_cuts_each_of_fused_tensors(
+    size: int, tp: int, fused: int, fsdp: int, data: st.DataObject
+) -> None:
+    """A strided placement with no cut behind it: transformers cuts gate and up of experts so. FSDP may cut it again."""
+    at, then = data.draw(st.integers(0, tp - 1)), data.draw(st.integers(0, fsdp - 1))
+    held = torch_cut(torch.arange(size), tp, at, after=fused)
+    (runs,) = runs_of((size,), [DTensorCut(0, tp, at, after=fused)])
+    assert indexes(runs) == held.tolist()
+    if tp > 1:
+        (runs,) = runs_of((size,), [DTensorCut(0, fsdp, then, after=tp), DTensorCut(0, tp, at, after=fused)])
+        assert indexes(runs) == torch_cut(held, fsdp, then).tolist()
+
+
 def test_a_split_factor_that_nothing_explains_is_refused() -> None:
     """A layout that is not known must not be guessed."""
     with pytest.raises(UnsupportedModel, match="after 3 parts, 2 are known"):

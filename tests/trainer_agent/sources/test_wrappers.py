@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -93,6 +95,21 @@ def test_wrappers_that_keep_parameters_are_taken_off(wrap: Callable[[nn.Module],
     source = HFModuleSource(wrap(model))
     assert source.model == "TinyForCausalLM"
     assert differing(export(source, 100), inside) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("shard", [fully_shard, replicate_with_fsdp.replicate, replicate])
+def test_calls_that_change_the_class_of_a_module(shard: Callable[[nn.Module], Any]) -> None:
+    """Sharded or replicated in place: architecture, names and values stay, for every source of modules."""
+    model = TinyForCausalLM()
+    inside = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shard(model)
+    assert type(model) is not TinyForCausalLM
+    for kind in (HFModuleSource, FSDPSource, FullTensorSource):
+        source = kind(model)
+        assert source.model == "TinyForCausalLM"
+        assert differing(export(source, 100), inside) == []
+        source.close()
 
 
 class Tuner(nn.Module):
