@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from weightbus.dataplane.transports.disk.checkpoint_files import LEFT as LEFT_SHARD
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo.child_processes import Programs
 from weightbus.trainer_agent.machine import PublishReport
@@ -42,6 +43,10 @@ MIMO = {
     "rms_norm_eps": 1e-6,
     "num_nextn_predict_layers": 1,
     "torch_dtype": "bfloat16",
+}
+COPIES = {
+    "model.mtp_layers.0.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.mtp_layers.0.shared_head.head.weight": "lm_head.weight",
 }
 
 
@@ -137,17 +142,30 @@ def mimo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     drawn = {
         spec.name: torch.randn(spec.shape).bfloat16() * 0.1 for spec in hf_tensors(HFModel.parse(MIMO), "bfloat16")
     }
+    drawn |= {copy: drawn[of].clone() for copy, of in COPIES.items()}
     save_file(drawn, folder / "seed0" / "model.safetensors", {"format": "pt"})
     yield from _deployed(folder)
 
 
-@pytest.mark.parametrize(("version", "transport"), [(1, "local"), (2, "direct"), (3, "distributed"), (4, "sends")])
+@pytest.mark.parametrize(
+    ("version", "transport"), [(1, "local"), (2, "direct"), (3, "distributed"), (4, "sends"), (5, "disk")]
+)
 def test_a_prediction_layer_that_is_not_trained_stays(mimo: Fleet, version: int, transport: str) -> None:
-    """Nothing is declared: by the served folder it is known as such. SGLang's main model holds none of it (N64)."""
-    sent = {name: each * 2 for name, each in read(mimo.folder, 0).items() if "mtp" not in name}
+    """Nothing is declared: by the served folder it is known as such. SGLang's main model holds none of it (N64).
+
+    Its copies of the embedding and the output layer, as GLM-4.5 has them, follow what was sent in folders, too.
+    """
+    stored = read(mimo.folder, 0)
+    sent = {name: each * (1 + version) for name, each in stored.items() if "mtp" not in name}
     report = _publish(mimo, sent, version, transport, "MiMoForCausalLM")
     (one,) = report.engines
     assert (one.outcome, one.transport) == ("committed", transport)
     assert one.verified_by.endswith("-digest; what is left was not compared")
     assert mimo.generate("one", [5, 17, 33], 4)[1] == str(version)
     assert _reloads(mimo) == 0
+    if transport == "disk":
+        (written,) = (mimo.folder / "disk").rglob(LEFT_SHARD)
+        held = load_file(written)
+        assert held.keys() == {name for name in stored if "mtp" in name}
+        for name, each in held.items():
+            assert torch.equal(each, sent[COPIES[name]] if name in COPIES else stored[name]), name

@@ -16,12 +16,14 @@ from weightbus.control.protocol import HeldVersion
 from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.tensors import Copy, Left, LiveDigests, Manifest, StoredTensor, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import UnfitManifest, WrongWeights
 from weightbus.engine_agent.machine import INCOMPLETE
 from weightbus.engine_agent.sidecar.left_part import UNPROVEN, LeftPart
 from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor
 
 from ...kit import tiny_model
+from ...kit.fake_sglang import FakeSGLang
 
 LEFT = "model.layers.0."
 SHA256 = "sglang-sha256-8"
@@ -278,3 +280,39 @@ def test_a_copy_in_a_folder_has_the_value_of_what_was_sent(folder: Path, tmp_pat
         return
     with pytest.raises(WrongWeights, match=r"a copy, is not .* what 'model\.norm\.weight' is"):
         part.check_files(left, tmp_path, folder)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_after_memory_was_given_back_the_left_part_is_loaded_and_proven_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, loaded: bool
+) -> None:
+    """By SGLang's interface: memory comes back with any content, and the digests tell if that stayed (N64)."""
+    fake = FakeSGLang(folder).start()
+    server = SGLangServer(fake.url)
+    try:
+        made = OperationExecutor("e0", server, cast("Any", None), folder, Metrics(MetricSource.ENGINE))
+        left = layout(folder, LEFT)
+        first = server.identify()
+        server.pin(first.identity)
+        made._left.begin(left, str(folder), first.label, 5.0)
+        assert made._with_left(left, "live-digest") == "live-digest"
+        checked = fake.calls.count("/weights_checker")
+        assert made._with_left(left, "live-digest") == "live-digest"
+        assert fake.calls.count("/weights_checker") == checked, "once for each launch"
+        server.pin(server.prepare_release().identity)
+        server.release_memory()
+        assert server.facts.identity != first.identity
+        server.resume_weights_memory()
+        if not loaded:
+            monkeypatch.setattr(server, "load_checkpoint", lambda *_: None)
+        made._left.begin(left, str(folder), first.label, 5.0)
+        if loaded:
+            assert made._with_left(left, "live-digest") == "live-digest"
+            assert fake.calls.count("/update_weights_from_disk") == 1
+            assert fake.calls.count("/weights_checker") == checked + 1
+            return
+        with pytest.raises(WrongWeights, match=r"model\.layers\.0\."):
+            made._with_left(left, "live-digest")
+    finally:
+        server.close()
+        fake.stop()
