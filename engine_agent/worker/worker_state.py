@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -92,6 +92,7 @@ class WorkerState:
         self._trace: LoadTrace | None = None
         """The last load trace, of the model's tensors where they lie now."""
         self._constants: list[tuple[torch.Tensor, float]] = []
+        self._shadowed = modules_with_shadows(model)
         self._plan: wire.InstallPlan | None = None
         self._tables: tuple[CopyTable, CopyTable] = (CopyTable.empty(), CopyTable.empty())
         self._report: DigestReport | None = None
@@ -250,11 +251,12 @@ class WorkerState:
         return ready
 
     def _finish(self, plan: wire.InstallPlan) -> None:
-        """Fill padding, and give staged tensors to the engine's own loader."""
+        """Fill padding, give staged tensors to the engine's own loader, and bring copies that it keeps up to date."""
         for view, value in self._constants:
             view.fill_(value)
         if plan.staged:
             cast("Callable[[NamedTensors], object]", self._model.load_weights)(self._staged(plan.staged))
+        refresh_shadows(self._shadowed)
 
     def _proven(self, began: float, waited_s: float = 0.0) -> wire.PlanExecuted:
         if self._report is None:
@@ -355,6 +357,25 @@ class WorkerState:
             self._bound.staging.close()
             self._bound.marks.close()
             self._bound = None
+
+
+_SHADOW: Final = "_weight_fp32"
+"""Buffer that a router of GLM's MoE models makes of its `weight` in the first forward pass, and computes with from then
+on (SGLang up to 0.5.22): no loader writes to it, so an update that goes by loaders alone leaves the routers as they
+were."""
+
+
+def modules_with_shadows(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """Modules that keep a copy of their weight in float32, or will."""
+    return tuple([each for each in model.modules() if _SHADOW in each._buffers and hasattr(each, "weight")])  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+def refresh_shadows(modules: Sequence[torch.nn.Module]) -> None:
+    """Bring the copies up to date where they are: captured graphs read their memory."""
+    pairs = [(shadow, each.weight) for each in modules if (shadow := getattr(each, _SHADOW)) is not None]
+    if pairs:
+        shadows, weights = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(shadows), [each.detach() for each in weights])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def _wanted(called_off: Callable[[], bool]) -> Callable[[], None]:

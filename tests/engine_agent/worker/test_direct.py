@@ -145,6 +145,58 @@ def test_bytes_are_counted_where_they_are_taken(tmp_path: Path, monkeypatch: pyt
     assert taken[0] == whole - padding
 
 
+class Router(torch.nn.Module):
+    """As SGLang's Glm4MoeGate: its first forward pass keeps the weight in float32, and later ones use that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("_weight_fp32", None, persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._weight_fp32 is None:
+            self._weight_fp32 = self.weight.data.to(torch.float32)
+        return torch.nn.functional.linear(hidden, self._weight_fp32)
+
+
+class Routed(ToyShard):
+    """With a router."""
+
+    def __init__(self, rank: int, tp: int) -> None:
+        super().__init__(rank, tp)
+        self.gate = Router()
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        for name, tensor in weights:
+            if name == "gate":
+                self.gate.weight.data.copy_(tensor)
+            else:
+                super().load_weights([(name, tensor)])
+
+
+@pytest.mark.parametrize("generated", ["before", "between", "never"])
+def test_a_router_computes_with_the_weights_that_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: str
+) -> None:
+    """Also where the engine has kept a copy of earlier ones, and in the memory that captured graphs read."""
+    specs = (*SPECS, TensorSpec("gate", "bfloat16", (8, 8)))
+    world, hidden = World(tmp_path / "r", 2, monkeypatch, specs, shard=Routed), torch.eye(8)
+    gates = [model.gate for model in world.server.models if isinstance(model, Routed)]
+    try:
+        for seed in (1, 2, 3):
+            if generated == ("before" if seed == 1 else "between" if seed == 2 else ""):
+                for gate in gates:
+                    gate(hidden)
+            memory = [gate._weight_fp32 for gate in gates]
+            world.trainer.step(seed)
+            world.round()
+            assert all(one is gate._weight_fp32 for one, gate in zip(memory, gates, strict=True))
+        expected = world.trainer.values["gate"].float().T
+        assert all(torch.equal(gate(hidden), expected) for gate in gates)
+    finally:
+        world.close()
+
+
 NARROW = TensorSpec("narrow", "float32", (8,))
 
 
