@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.fsdp import fully_shard
 
-from weightbus.dataplane.tensors import Copy, Left
+from weightbus.dataplane.tensors import Copy, Left, LeftReason
 from weightbus.trainer_agent.checkpoints import CheckpointSource, open_checkpoint
 from weightbus.trainer_agent.publish.bucket_staging import VersionLayout
 from weightbus.trainer_agent.quantized import as_served
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source
-from weightbus.trainer_agent.sources.hf_module import HFModuleSource
+from weightbus.trainer_agent.sources.exported import ExportedSource, FullTensorSource
+from weightbus.trainer_agent.sources.hf_module import FSDPSource, HFModuleSource
 
 from ...kit import quantizing
 from ...kit.flat_module import FlatModule
@@ -56,13 +60,30 @@ def source_of(kind: str, folder: Path) -> Source:
         save_file(tensors, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(CONFIG))
         return CheckpointSource(open_checkpoint(folder, "", None, dcp=False), torch.device("cpu"))
-    return HFModuleSource(FlatModule(tensors), model="Glm4MoeForCausalLM")
+    if kind == "exported":
+        return ExportedSource(lambda: iter(tensors.items()), model="Glm4MoeForCausalLM")
+    module = FlatModule(tensors)
+    if kind == "module":
+        return HFModuleSource(module, model="Glm4MoeForCausalLM")
+    made = FSDPSource if kind == "fsdp" else FullTensorSource
+    return made(fully_shard(module), model="Glm4MoeForCausalLM")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "fp8"])
-@pytest.mark.parametrize("kind", ["module", "files"])
+@pytest.mark.parametrize("kind", ["module", "files", "exported", "fsdp", "gathered"])
+@pytest.mark.usefixtures("group")
 def test_a_prediction_layer_stays_and_its_copies_follow(tmp_path: Path, kind: str, *, quantized: bool) -> None:
-    """By the served folder alone, for a module, for files that are watched, and quantized on the way (N64)."""
+    """By the served folder alone, for modules, exporters and files that are watched, quantized or not (N64)."""
     folder = served(tmp_path / "served", quantized=quantized)
     settings = TrainerSettings(channel="c", hf_config_dir=folder)
     source = as_served(source_of(kind, tmp_path / "trained"), settings)
@@ -73,3 +94,20 @@ def test_a_prediction_layer_stays_and_its_copies_follow(tmp_path: Path, kind: st
     assert dtypes["lm_head.weight"] == "bfloat16"
     assert dtypes["model.layers.0.self_attn.q_proj.weight"] == ("float8_e4m3fn" if quantized else "bfloat16")
     assert not dtypes.keys() & COPIES.keys()
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "fp8"])
+@pytest.mark.usefixtures("group")
+def test_frozen_parameters_are_left_beside_the_prediction_layer(tmp_path: Path, *, quantized: bool) -> None:
+    """Sharded, on request: a copy of the frozen embedding is left with it, that of the output layer follows (N64)."""
+    folder = served(tmp_path / "served", quantized=quantized)
+    settings = TrainerSettings(channel="c", hf_config_dir=folder)
+    module = FlatModule({name: torch.randn(shape).bfloat16() for name, shape in TRAINED.items()}).requires_grad_(True)
+    module.get_parameter("model.embed_tokens.weight").requires_grad_(False)
+    source = as_served(FSDPSource(fully_shard(module), model="Glm4MoeForCausalLM", trainable_only=True), settings)
+    manifest = VersionLayout.of(source, settings).manifest
+    assert {each.name: each.reason for each in manifest.left} == {
+        "model.embed_tokens.": LeftReason.FROZEN,
+        PREDICTION: LeftReason.NOT_TRAINED,
+    }
+    assert manifest.copies == (Copy(f"{PREDICTION}shared_head.head.weight", "lm_head.weight"),)
