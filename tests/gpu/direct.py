@@ -11,7 +11,8 @@ after they were overwritten with noise in between.
     python3 tests/gpu/direct.py --layers 48 --layout ep2 --memory 0.95
                                                       all of the model: 61 GB twice, on one device of 140 GB
     python3 tests/gpu/direct.py --config FILE         another model, by its config.json: tests/gpu/models has shapes of
-                                                      GLM-4.5, DeepSeek-V3 and Qwen3-Next, few layers, for 80 GB
+                                                      GLM-4.5, DeepSeek-V3 (half of its experts) and Qwen3-Next, few
+                                                      layers, for one device of 80 GB
     python3 tests/gpu/direct.py --also FILE           another model after the first, with servers of its own
     python3 tests/gpu/direct.py --device cpu          the same steps with tiny models and shared memory
 
