@@ -18,8 +18,14 @@ from unittest.mock import patch
 
 from tiny_families import FAMILIES
 
+from weightbus.dataplane.transports.registry import BUILT_IN
+from weightbus.trainer_agent.export.memory_export import Exportable
+from weightbus.trainer_agent.publish.agent import without_places
 from weightbus.trainer_agent.source import UnsupportedModel
-from weightbus.trainer_agent.sources.megatron.bridge_mode import bridge_of
+from weightbus.trainer_agent.sources.exported import ExportedSource, FullTensorSource
+from weightbus.trainer_agent.sources.hf_module import FSDPSource, HFModuleSource
+from weightbus.trainer_agent.sources.megatron.bridge_mode import BridgedSource, bridge_of
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 from weightbus.trainer_agent.sources.megatron.model_families import FAMILIES as SERVED
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +44,13 @@ is shown. `python tests/kit/families_page.py` writes this page of the tables in
 |---|---|---|---|---|
 """
 TRANSPORTS = """
-Transports carry tensors and know no family. Which ones a version can go by follows from the source: `MegatronSource`
-with a table, `FSDPSource` and `HFModuleSource` hold shards in memory, so every transport is open to them; whole tensors
-of an exporter (a family through Megatron-Bridge, `ExportedSource`, `FullTensorSource`) go in buckets: every transport
-but `direct` and `sends`.
+Transports carry tensors and know no family, nor a dtype: which ones a version can go by follows from the source, for
+each family above alike, in bfloat16 and in FP8 blocks. Where one is refused, the log says the text and the next in the
+trainer's order is taken; a trainer that allows no other is refused when it connects (`ConfigurationError`).
 
+| source | {transports} |
+|---|{lines}|
+{ways}
 ## Through Megatron-Bridge
 
 `MegatronSource` converts families without a table by Megatron-Bridge, of which {version} lists these. Built from a
@@ -95,10 +103,42 @@ def page(found: Mapping[str, Any]) -> str:
     return (
         HEAD.format(version=version)
         + "".join(rows)
-        + TRANSPORTS.format(version=version, bridged=", ".join(f"`{name}`" for name in bridged))
+        + TRANSPORTS.format(**_matrix(), version=version, bridged=", ".join(f"`{name}`" for name in bridged))
         + why
         + TAIL.format(version=version, refusal=refusal())
     )
+
+
+SOURCES: tuple[tuple[str, type], ...] = (
+    ("`MegatronSource` by its table", MegatronSource),
+    ("`MegatronSource` by Megatron-Bridge", BridgedSource),
+    ("`FSDPSource`", FSDPSource),
+    ("`HFModuleSource`", HFModuleSource),
+    ("`FullTensorSource`", FullTensorSource),
+    ("`ExportedSource`", ExportedSource),
+)
+
+
+def exportable(kind: type) -> bool:
+    """Whether sources of this kind say where their tensors lie; three names are attributes of an object alone."""
+    needed = {name for name in vars(Exportable) if not name.startswith("_")} - {"rank", "root", "device"}
+    return all(hasattr(kind, name) for name in needed)
+
+
+def _matrix() -> dict[str, str]:
+    """Each source by each transport."""
+    rows = [
+        f"| {name} | {' | '.join(_way(kind, in_place=transport.in_place) for transport in BUILT_IN)} |\n"
+        for name, kind in SOURCES
+    ]
+    names = " | ".join(f"`{transport.name}`" for transport in BUILT_IN)
+    return {"transports": names, "lines": "|".join("---" for _ in BUILT_IN), "ways": "".join(rows)}
+
+
+def _way(kind: type, *, in_place: bool) -> str:
+    if not in_place:
+        return "in buckets"
+    return "in place" if exportable(kind) else f"refused: {without_places(kind)}"
 
 
 def _cells(architecture: str, found: Mapping[str, Any]) -> list[str]:

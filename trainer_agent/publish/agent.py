@@ -743,7 +743,7 @@ def _first_export(
     wanted = _in_place(settings.preferences())
     level = logging.WARNING if _in_place(settings.transport) else logging.INFO
     if memory_export is None:
-        reason = f"{type(source).__name__} does not say where its tensors lie"
+        reason = without_places(type(source))
         if wanted:
             _log.log(level, "not_in_place", reason=reason)
         return None, dict.fromkeys(wanted, reason)
@@ -758,6 +758,11 @@ def _first_export(
     if reading:
         _log.log(level, "not_direct", reason=memory_export.unreadable)
     return memory_export, dict.fromkeys(reading, memory_export.unreadable)
+
+
+def without_places(kind: type) -> str:
+    """Reason why a source of this kind cannot have its memory read or sent: it is no `Exportable`."""
+    return f"{kind.__name__} does not say where its tensors lie"
 
 
 def _in_place(kinds: Iterable[TransportKind]) -> dict[TransportKind, Transport]:

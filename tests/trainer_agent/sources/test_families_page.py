@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.trainer_agent.export.memory_export import Exportable
+from weightbus.dataplane.transports.registry import BUILT_IN
 from weightbus.trainer_agent.sources.exported import ExportedSource, FullTensorSource
 from weightbus.trainer_agent.sources.hf_module import FSDPSource, HFModuleSource
 from weightbus.trainer_agent.sources.megatron.bridge_mode import BridgedSource
@@ -42,14 +42,19 @@ def test_what_differed_in_a_run_is_no_success(families_page: Any) -> None:
     assert "| not run yet | not run yet |" in lines["Qwen2ForCausalLM"]
 
 
-def test_transports_follow_from_the_source() -> None:
-    """Shards in memory can be read in place; whole tensors of an exporter are gone when the next one comes."""
-    needed = {name for name in vars(Exportable) if not name.startswith("_")}
-    assert needed
+def test_transports_follow_from_the_source(families_page: Any) -> None:
+    """Shards in memory can be read in place; whole tensors of an exporter are gone when the next one comes.
+
+    A transport or source that comes has its row or column, with what the agent says where it is refused.
+    """
     for in_memory in (MegatronSource, FSDPSource, HFModuleSource):
-        assert all(hasattr(in_memory, name) or name in {"rank", "root", "device"} for name in needed)
+        assert families_page.exportable(in_memory)
     for exported in (BridgedSource, ExportedSource, FullTensorSource):
-        assert not all(hasattr(exported, name) or name in {"rank", "root", "device"} for name in needed)
+        assert not families_page.exportable(exported)
+    rows = [line for line in families_page.PAGE.read_text().splitlines() if line.endswith("| in buckets |")]
+    assert len(rows) == len(families_page.SOURCES)
+    assert all(row.count(" | ") == len(BUILT_IN) for row in rows)
+    assert all(("does not say where its tensors lie" in row) is not ("| in place" in row) for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,11 +18,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from weightbus.trainer_agent.assembly.assembler import has_plain_memory
 from weightbus.trainer_agent.source import LayoutMismatch, UnknownParameter, UnsupportedModel
 from weightbus.trainer_agent.sources.exported import ExportedSource, FullTensorSource
 from weightbus.trainer_agent.sources.hf_module import FSDPSource, HFModuleSource
 from weightbus.trainer_agent.sources.wrappers import without_wrappers
 
+from ...kit import real_te
 from ...kit.exporting import differing, export
 from ...kit.quantized_tensor import Float8Tensor
 
@@ -314,3 +318,69 @@ def test_other_kinds_of_tensors_are_refused_by_type() -> None:
     model.embed.weight = nn.Parameter(kind(torch.rand(6, 4)), requires_grad=False)
     with pytest.raises(UnknownParameter, match=r"'embed\.weight' .*PackedTensor, .*need not be its values.*plain"):
         HFModuleSource(model)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tensor classes of its wheel; CONTRIBUTING.md says how to unpack one."""
+    if not (folder := os.environ.get("WEIGHTBUS_TE_OVERLAY")):
+        pytest.skip("WEIGHTBUS_TE_OVERLAY names no folder with the wheel of transformer_engine")
+    yield real_te.tensor_classes(Path(folder), monkeypatch)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformer_engines_own_classes_are_told_and_dequantized(transformer_engine: Any) -> None:
+    """Every quantized class is refused where memory is read; `Float8Tensor` is served as it dequantizes itself."""
+    kinds = [kind for kind in vars(transformer_engine).values() if isinstance(kind, type)]
+    kinds = [kind for kind in kinds if issubclass(kind, torch.Tensor)]
+    assert len(kinds) >= 5
+    for kind in kinds:
+        assert not has_plain_memory(torch.Tensor._make_wrapper_subclass(kind, (2, 2), dtype=torch.bfloat16)), kind
+    model = TinyForCausalLM()
+    values = model.layers[0].proj.weight.detach().bfloat16()
+    model.layers[0].proj.weight = nn.Parameter(real_te.float8(transformer_engine, values), requires_grad=False)
+    with pytest.raises(UnknownParameter, match=r"transformer_engine's Float8Tensor, quantized.*FullTensorSource"):
+        HFModuleSource(model)
+    source = FullTensorSource(model)
+    for _ in range(2):
+        held = model.layers[0].proj.weight
+        assert torch.equal(export(source, 100)["layers.0.proj.weight"], held.dequantize())
+        held._scale_inv.mul_(2)
+
+
+class Gathered:
+    """As deepspeed.zero.GatheredParameters: inside, parameters have their values; afterwards, none."""
+
+    def __init__(self, whole: dict[str, torch.Tensor], model: nn.Module) -> None:
+        self.whole, self.model = whole, model
+
+    def __enter__(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.data = self.whole[name].clone()
+
+    def __exit__(self, *_: object) -> None:
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty(0)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_way_out_of_zero3_serves_every_version() -> None:
+    """Gathered one layer after another by an exporter, by the names that parameters have; nothing stays gathered."""
+    model = TinyForCausalLM()
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    partitioned(model)
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in model.named_parameters():
+            with Gathered(whole, model):
+                yield name, parameter.detach()
+
+    source = ExportedSource(gathered, model="TinyForCausalLM")
+    for _ in range(2):
+        assert differing(export(source, 100), whole) == []
+        for tensor in whole.values():
+            tensor.add_(1)
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+    source.close()
