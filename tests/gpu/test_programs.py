@@ -193,6 +193,25 @@ def test_what_hardware_does_is_no_problem(ratio: float | None) -> None:
     assert not rig.too_fast(ratio, "a bare send")
 
 
+@pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
+def test_another_model_is_compared_in_the_same_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], equal: bool, status: int
+) -> None:
+    """Each with servers of its own and under a name of its own; the program fails with either."""
+    ran: list[str | None] = []
+
+    def run(_args: argparse.Namespace, config: str | None) -> dict[str, Any]:
+        ran.append(config)
+        return {f"colocated-{config}" if config else "colocated": {"equal": equal or not config}}
+
+    monkeypatch.setattr(direct, "run", run)
+    monkeypatch.setattr(sys, "argv", ["direct.py", "--also", "few", "--also", "many"])
+
+    assert direct.main() == status
+    assert ran == [None, "few", "many"]
+    assert json.loads(capsys.readouterr().out).keys() == {"colocated", "colocated-few", "colocated-many"}
+
+
 class Status:
     """The HTTP port of a sidecar."""
 
