@@ -44,7 +44,15 @@ GIVEN: dict[str, Any] = {
 }
 """Names that examples use and a user has: an SGLang response among them. All others are mocks."""
 
-FAKED = ("MegatronSource", "FSDPSource", "HFModuleSource", "FullTensorSource", "ExportedSource", "TrainerAgent")
+FAKED = (
+    "MegatronSource",
+    "FSDPSource",
+    "HFModuleSource",
+    "FullTensorSource",
+    "ExportedSource",
+    "TrainerAgent",
+    "Fleet",
+)
 """Public names that need ranks or a coordinator: examples call fakes with the same signatures."""
 
 SETTINGS = {

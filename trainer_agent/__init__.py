@@ -34,6 +34,14 @@ if TYPE_CHECKING:
         Progress as Progress,
         TrainerAgent as TrainerAgent,
     )
+    from .rollouts import (
+        Fleet as Fleet,
+        FleetError as FleetError,
+        NoEngineReady as NoEngineReady,
+        ReadyEngine as ReadyEngine,
+        Rollout as Rollout,
+        RolloutRefused as RolloutRefused,
+    )
     from .settings import TrainerSettings as TrainerSettings
     from .source import (
         AssemblyFailed as AssemblyFailed,

@@ -35,7 +35,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 NGINX, ENVOY = DEPLOY / "nginx/weightbus.conf", DEPLOY / "envoy/weightbus.yaml"
 PROMPT = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 6}}
 BOUNDS = {"min": "Weightbus-Min-Version", "max": "Weightbus-Max-Version", "exact": "Weightbus-Exact-Version"}
-_NGINX_MAIN = """
+NGINX_MAIN = """
 daemon off; pid {folder}/pid; error_log {folder}/error.log warn; worker_processes 1;
 events {{ worker_connections 1024; }}
 http {{
@@ -73,7 +73,7 @@ class Proxied:
         config.write_text(at_ports(shipped.read_text(), deployment.fake.port, deployment.agent.http_port, self.port))
         argv = ["envoy", "-c", str(config), "-l", "error", "--concurrency", "1", "--disable-hot-restart"]
         if kind == "nginx":
-            (folder / "main.conf").write_text(_NGINX_MAIN.format(folder=folder))
+            (folder / "main.conf").write_text(NGINX_MAIN.format(folder=folder))
             argv = ["nginx", "-c", str(folder / "main.conf")]
         with (folder / "proxy.log").open("wb") as log:
             self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -56,6 +56,7 @@ def test_importing_weightbus_imports_no_torch() -> None:
     script = (
         "import sys, weightbus\n"
         "weightbus.Lineage, weightbus.Staleness, weightbus.PublishFailed, weightbus.SourceError, weightbus.Outcome\n"
+        "weightbus.Fleet, weightbus.Rollout, weightbus.NoEngineReady\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -92,7 +92,7 @@ class DemoRun:
             settings=self._settings,
             folder=str(self._folder),
             coordinator=self._coordinator,
-            status_url=f"http://127.0.0.1:{self._ports.status}/status",
+            status_url=f"http://127.0.0.1:{self._ports.status}",
             host=self._here,
             asynchronous=asynchronous,
             base=base,

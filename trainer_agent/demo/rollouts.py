@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import fmean
 from typing import Final
 
-import httpx
 import msgspec
 import torch
 
 from ..machine import PublishReport
+from ..rollouts import Fleet, Rollout
 from ..staleness import Lineage, Staleness, StalenessVerdict
 from . import round_records as records, toy_task as task
 from .commands import ENGINES, RankArguments
@@ -32,7 +32,7 @@ PARTS: Final = 2
 class EpisodePart(msgspec.Struct, frozen=True):
     """Responses that were requested together."""
 
-    responses: list[Response]
+    responses: list[Rollout]
     began: float
     ended: float
     """Begin and end of generation, in seconds of `time.perf_counter`."""
@@ -49,7 +49,7 @@ class Batch(msgspec.Struct, frozen=True):
     parts: list[EpisodePart]
 
     @property
-    def responses(self) -> list[Response]:
+    def responses(self) -> list[Rollout]:
         """Responses in the order of the rows."""
         return [response for part in self.parts for response in part.responses]
 
@@ -67,7 +67,7 @@ class Batch(msgspec.Struct, frozen=True):
     def judge(self, current: int, max_lag: int) -> tuple[list[Lineage], list[StalenessVerdict]]:
         """Lineage and staleness verdict of each response when `current` is the version in training."""
         policy = Staleness(max_lag=max_lag, launch=True)
-        lineages = [Lineage.of(each.meta_info, len(each.output_ids)) for each in self.responses]
+        lineages = [each.lineage for each in self.responses]
         return lineages, [policy.judge(lineage, current) for lineage in lineages]
 
     def tensor(self, verdicts: Sequence[StalenessVerdict]) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Actor:
     requested when the judge takes the one before it: an earlier request would only be answered by older weights.
     """
 
-    def __init__(self, arguments: RankArguments, fleet: RolloutClient, timeout_s: float) -> None:
+    def __init__(self, arguments: RankArguments, fleet: Fleet, timeout_s: float) -> None:
         self._arguments = arguments
         self._fleet = fleet
         self._timeout_s = timeout_s
@@ -122,9 +122,15 @@ class Actor:
     def _write(self, prompts: list[list[int]], version: int) -> EpisodePart:
         if not self._room.acquire(timeout=self.deadline_s):
             raise TimeoutError(f"the answers before were not judged in {self.deadline_s:.0f} s")
-        ready = self._fleet.wait_ready(ENGINES, self._timeout_s, version)
+        least = version or None  # 0: the weights of the launch will do
+        self._fleet.wait_ready(ENGINES, min_version=least, timeout_s=self._timeout_s)
         began = time.perf_counter()
-        return EpisodePart(self._fleet.generate(ready, prompts), began, time.perf_counter())
+        found = self._fleet.generate_batch(prompts, _SAMPLING, min_version=least)
+        for each in found:
+            if len(each.output_ids) != RESPONSE_TOKENS:
+                wrote = f"{each.engine} wrote {len(each.output_ids)} tokens"
+                raise BadRollout(f"{wrote}, {RESPONSE_TOKENS} were asked for")
+        return EpisodePart(found, began, time.perf_counter())
 
     def _judged(self, writing: Future[EpisodePart], judge_s: float) -> EpisodePart:
         """Wait as long as a judge elsewhere would take. Rewards follow from the responses: nothing is fetched."""
@@ -157,7 +163,7 @@ class Actor:
                 str(engine.engine): published.version - (engine.version or 0) for engine in published.engines
             }
         else:
-            lag = {name: engine.lag or 0 for name, engine in self._fleet.state().engines.items()}
+            lag = {each.name: (self._fleet.committed or 0) - (each.version or 0) for each in self._fleet.ready()}
         now = time.perf_counter()
         took, self._ended_at = now - self._ended_at, now
         records.append(
@@ -184,7 +190,7 @@ class Actor:
         )
 
     def close(self) -> None:
-        """Drop the connections."""
+        """End the threads and drop the connections."""
         self._engines.shutdown()
         self._judge.shutdown()
         self._fleet.close()
@@ -198,95 +204,10 @@ def _together(number: int, prompts: Sequence[list[int]], judged: Sequence[Future
     return Batch(number, rows, parts)
 
 
-_LOOK_S: Final = 0.02
 LAUNCH_LABEL: Final = "default"
 """SGLang's label of the weights that it was started with."""
-
-
-class NotReady(Exception):
-    """The coordinator lists too few engines as ready."""
+_SAMPLING: Final = {"temperature": 1.0, "max_new_tokens": RESPONSE_TOKENS, "ignore_eos": True}
 
 
 class BadRollout(Exception):
     """An engine answered something that is not a rollout."""
-
-
-class EngineState(msgspec.Struct, frozen=True):
-    """One engine in the status document; other fields are ignored."""
-
-    lag: int | None = None
-    ready: bool = False
-    version: int | None = None
-
-
-class ChannelState(msgspec.Struct, frozen=True):
-    """One channel in the status document."""
-
-    engines: dict[str, EngineState] = {}
-    ready: tuple[str, ...] = ()
-
-
-class CoordinatorState(msgspec.Struct, frozen=True):
-    """The fields of the status document that the demo reads."""
-
-    channels: dict[str, ChannelState] = {}
-
-
-class Response(msgspec.Struct, frozen=True):
-    """One response of ``/generate``."""
-
-    output_ids: list[int]
-    meta_info: dict[str, object]
-    """``meta_info`` as SGLang wrote it, for `Lineage.of`; with the label of the last token's weights."""
-
-
-class RolloutClient:
-    """The engines of one channel, as a client of the coordinator sees them. Close it after use."""
-
-    def __init__(self, status_url: str, channel: str, timeout_s: float) -> None:
-        self._status_url = status_url
-        self._channel = channel
-        self._http = httpx.Client(timeout=timeout_s, trust_env=False)
-        self._threads = ThreadPoolExecutor(thread_name_prefix="rollout")
-
-    def close(self) -> None:
-        """Drop the connections."""
-        self._threads.shutdown()
-        self._http.close()
-
-    def state(self) -> ChannelState:
-        """The channel, as the coordinator sees it now. Raises `httpx.HTTPError` or `msgspec.ValidationError`."""
-        document = self._http.get(self._status_url).raise_for_status().content
-        return msgspec.json.decode(document, type=CoordinatorState).channels.get(self._channel, ChannelState())
-
-    def wait_ready(self, count: int, deadline_s: float, version: int = 0) -> tuple[str, ...]:
-        """Addresses of the ready engines, once `count` serve `version` or a later one. Raises `NotReady`."""
-        until = time.monotonic() + deadline_s
-        while True:
-            state = self.state()
-            served = [engine.version or 0 for engine in state.engines.values() if engine.ready]
-            if len(state.ready) >= count and min(served, default=0) >= version:
-                return state.ready
-            if time.monotonic() >= until:
-                found = f"{len(state.ready)} engines are ready with versions {served}"
-                raise NotReady(f"{found} after {deadline_s:.0f} s, expected {count} with {version} or later")
-            time.sleep(_LOOK_S)
-
-    def generate(self, urls: Sequence[str], prompts: Sequence[list[int]]) -> list[Response]:
-        """One response to each prompt, the prompts shared out among `urls` in equal runs, in order."""
-        share = -(-len(prompts) // len(urls))
-        jobs = [
-            self._threads.submit(self._ask, url, prompts[at : at + share])
-            for url, at in zip(urls, range(0, len(prompts), share), strict=False)
-        ]
-        return [response for job in jobs for response in job.result()]
-
-    def _ask(self, url: str, prompts: Sequence[list[int]]) -> list[Response]:
-        sampling = {"temperature": 1.0, "max_new_tokens": RESPONSE_TOKENS, "ignore_eos": True}
-        body = {"input_ids": prompts, "sampling_params": sampling}
-        answer = self._http.post(f"{url}/generate", json=body).raise_for_status().content
-        responses = msgspec.json.decode(answer, type=list[Response])
-        for response in responses:
-            if len(response.output_ids) != RESPONSE_TOKENS:
-                raise BadRollout(f"{url} wrote {len(response.output_ids)} tokens, {RESPONSE_TOKENS} were asked for")
-        return responses

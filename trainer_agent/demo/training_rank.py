@@ -25,10 +25,11 @@ from weightbus.control.protocol import TransportKind
 
 from ..machine import PublishHandle
 from ..publish import TrainerAgent
+from ..rollouts import Fleet
 from ..source import Source
 from . import toy_task as task
 from .commands import CHANNEL, SAVED, RankArguments, Sync, TrainerKind
-from .rollouts import WIDTH, Actor, Batch, RolloutClient
+from .rollouts import WIDTH, Actor, Batch
 from .toy_task import policy_of
 
 TIMEOUT_S: Final = 120.0
@@ -89,8 +90,10 @@ class RoundStopwatch:
 def train(arguments: RankArguments) -> None:
     """Run all rounds on this rank."""
     learner = start(arguments)
-    fleet = RolloutClient(arguments.status_url, CHANNEL, TIMEOUT_S)
-    actor = Actor(arguments, fleet, TIMEOUT_S) if dist.get_rank() == 0 else None
+    actor = None
+    if dist.get_rank() == 0:
+        fleet = Fleet(CHANNEL, url=arguments.status_url, timeout_s=TIMEOUT_S)
+        actor = Actor(arguments, fleet, TIMEOUT_S)
     agent = _connect(arguments, learner) if arguments.settings.sync is Sync.ON else None
     if agent and arguments.base:
         agent.publish(arguments.base)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
 
 from weightbus.trainer_agent.demo import toy_task as task
-from weightbus.trainer_agent.demo.commands import DemoSettings, RankArguments
+from weightbus.trainer_agent.demo.commands import ENGINES, DemoSettings, RankArguments
 from weightbus.trainer_agent.demo.rollouts import (
     PARTS,
     WIDTH,
@@ -24,22 +21,21 @@ from weightbus.trainer_agent.demo.rollouts import (
     BadRollout,
     Batch,
     EpisodePart,
-    NotReady,
-    Response,
-    RolloutClient,
 )
 from weightbus.trainer_agent.demo.round_records import Follower
-from weightbus.trainer_agent.demo.toy_task import RESPONSE_TOKENS
+from weightbus.trainer_agent.rollouts import Fleet, ReadyEngine, Rollout
+from weightbus.trainer_agent.staleness import Lineage
 
 
-def response(*versions: str) -> Response:
+def response(*versions: str) -> Rollout:
     """Written by `versions`, in equal runs."""
     size = task.RESPONSE_TOKENS // len(versions)
     runs = [{"version": each, "start": at * size, "end": (at + 1) * size} for at, each in enumerate(versions)]
-    return Response([1] * task.RESPONSE_TOKENS, {"weight_version": versions[-1], "weight_versions": runs})
+    meta = {"weight_version": versions[-1], "weight_versions": runs}
+    return Rollout([1] * task.RESPONSE_TOKENS, meta, Lineage.of(meta, task.RESPONSE_TOKENS), "e0")
 
 
-def batch(*responses: Response) -> Batch:
+def batch(*responses: Rollout) -> Batch:
     rows = [[0] * task.PROMPT_TOKENS + each.output_ids for each in responses]
     return Batch(3, rows, [EpisodePart(list(responses), 10.0, 10.25)])
 
@@ -48,20 +44,28 @@ class Engines:
     """A fleet that answers by itself, in the order in which it is asked."""
 
     def __init__(self) -> None:
-        self.waited: list[int] = []
+        self.waited: list[int | None] = []
+        self.tokens = task.RESPONSE_TOKENS
+        self.committed = None
         self.asked: list[int] = []
         """Prompts of each request."""
         self.broken = False
 
-    def wait_ready(self, _count: int, _deadline_s: float, version: int = 0) -> tuple[str, ...]:
-        self.waited.append(version)
-        return ("here",)
+    def wait_ready(self, count: int, *, min_version: int | None, timeout_s: float) -> tuple[ReadyEngine, ...]:
+        assert (count, timeout_s > 0) == (ENGINES, True)
+        self.waited.append(min_version)
+        return ()
 
-    def generate(self, _urls: object, prompts: list[list[int]]) -> list[Response]:
+    def generate_batch(self, prompts: list[list[int]], _params: object, *, min_version: int | None) -> list[Rollout]:
+        assert min_version == self.waited[-1]
         self.asked.append(len(prompts))
         if self.broken:
             raise OSError("no engine")
-        return [response("7")] * len(prompts)
+        found = response("7")
+        return [msgspec.structs.replace(found, output_ids=found.output_ids[: self.tokens])] * len(prompts)
+
+    def ready(self) -> tuple[ReadyEngine, ...]:
+        return ()
 
     def close(self) -> None:
         pass
@@ -70,7 +74,7 @@ class Engines:
 def actor_of(folder: Path, environment_s: float, timeout_s: float = 10.0) -> Actor:
     settings = DemoSettings(rounds=3, asynchronous=environment_s > 0, environment_s=environment_s)
     arguments = RankArguments(settings=settings, folder=str(folder), coordinator="", status_url="", host="")
-    return Actor(arguments, cast("RolloutClient", Engines()), timeout_s)
+    return Actor(arguments, cast("Fleet", Engines()), timeout_s)
 
 
 def engines_of(actor: Actor) -> Engines:
@@ -188,7 +192,6 @@ def test_overlap_is_what_engines_wrote_meanwhile() -> None:
 
 def test_a_report_says_how_old_answers_were(actor: Actor) -> None:
     """And counts those that no round should have had."""
-    actor._fleet.state = lambda: cast("Any", type("S", (), {"engines": {}}))  # type: ignore[method-assign]
     actor.report(batch(response("8"), response("7", "8"), response("5")), 8, 1, {"train": 1.0}, None, overlap_s=0.5)
     (told,) = Follower(Path(actor._arguments.progress)).new()
     assert (told.number, told.mixed, told.spanning_versions) == (3, 0, 1)
@@ -199,89 +202,9 @@ def test_a_report_says_how_old_answers_were(actor: Actor) -> None:
     actor.close()
 
 
-class Stage(ThreadingHTTPServer):
-    """A coordinator's status and one engine, on one port."""
-
-    ready: tuple[str, ...] = ()
-    tokens = RESPONSE_TOKENS
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Answers(BaseHTTPRequestHandler):
-    server: Stage
-
-    def do_GET(self) -> None:
-        engine = {"lag": 0, "ready": True, "version": 7, "url": self.server.url, "something": "new"}
-        channel = {"committed": {"version": 7}, "engines": {"e0": engine}, "ready": self.server.ready}
-        self.reply({"boot": 1, "channels": {"c": channel}})
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        meta = {"weight_version": "7", "id": "x"}
-        one = {"text": "", "output_ids": [1] * self.server.tokens, "meta_info": meta}
-        self.reply([one | {"output_ids": [prompt[0]] * self.server.tokens} for prompt in asked["input_ids"]])
-
-    def reply(self, document: object) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(document).encode())
-
-    def log_message(self, *args: object) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    with Stage(("127.0.0.1", 0), Answers) as server:
-        server.ready = (server.url,)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join(60)
-
-
-@pytest.fixture
-def fleet(stage: Stage) -> Iterator[RolloutClient]:
-    made = RolloutClient(f"{stage.url}/status", "c", 60.0)
-    yield made
-    made.close()
-
-
-def test_the_ready_list_is_waited_for(fleet: RolloutClient, stage: Stage) -> None:
-    """With too few ready engines the wait ends at its deadline and says how many there are."""
-    assert fleet.wait_ready(1, 60.0) == (stage.url,)
-    with pytest.raises(NotReady, match="1 engines are ready"):
-        fleet.wait_ready(2, 0.0)
-
-
-def test_an_unknown_channel_has_no_engines(stage: Stage) -> None:
-    """Before the first agent says hello the channel is not in the status."""
-    other = RolloutClient(f"{stage.url}/status", "other", 10.0)
-    assert other.state().ready == ()
-    other.close()
-
-
-def test_responses_keep_the_order_of_the_prompts(fleet: RolloutClient, stage: Stage) -> None:
-    """Prompts are shared out among engines, and come back in order, each with its label."""
-    prompts = [[number] for number in range(5)]
-    responses = fleet.generate([stage.url, stage.url], prompts)
-    assert [response.output_ids[0] for response in responses] == list(range(5))
-    assert {response.meta_info["weight_version"] for response in responses} == {"7"}
-
-
-def test_rollouts_may_wait_for_a_version(fleet: RolloutClient, stage: Stage) -> None:
-    """An engine that is ready with an older one is waited for, too."""
-    assert fleet.wait_ready(1, 0.0, version=7) == (stage.url,)
-    with pytest.raises(NotReady, match=r"versions \[7\] after 0 s, expected 1 with 8 or later"):
-        fleet.wait_ready(1, 0.0, version=8)
-
-
-def test_a_short_response_is_refused(fleet: RolloutClient, stage: Stage) -> None:
+def test_a_short_response_is_refused(actor: Actor) -> None:
     """An aborted request is not training data."""
-    stage.tokens = 3
-    with pytest.raises(BadRollout, match="wrote 3 tokens"):
-        fleet.generate([stage.url], [[1]])
+    engines_of(actor).tokens = 3
+    with pytest.raises(BadRollout, match="e0 wrote 3 tokens"):
+        actor.rollout(1)
+    actor.close()
