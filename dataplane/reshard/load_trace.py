@@ -144,6 +144,11 @@ class LoadTrace:
             found[name] = found.get(name, frozenset()) | {DTYPES[dtype]}
         return found
 
+    @property
+    def unused(self) -> frozenset[str]:
+        """Tensors that no memory of this worker is loaded from: not asked for, or nothing of them kept."""
+        return frozenset(self.tensors[index].name for index in (*self.unread, *self.dropped))
+
     def reordered(self, tensors: Sequence[TensorSpec]) -> LoadTrace | None:
         """The trace of a loader that is offered `tensors`; None when they differ, or their order may matter.
 

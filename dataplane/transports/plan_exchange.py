@@ -601,6 +601,8 @@ class Prerecording:
         """For the server's workers to come."""
         self.held_dtypes: Mapping[str, frozenset[str]] = {}
         """By tensor, the dtypes of the parameters that the workers hold it in, of all models."""
+        self.used: frozenset[str] = frozenset()
+        """Tensors from which a worker loads memory, of any of its models."""
         self.pending = False
         """`record` has given up, and the server has not come to its call yet: nothing takes that back."""
         self.dead: int | None = None
@@ -627,6 +629,9 @@ class Prerecording:
                     made = exchange.workers.recorded(asked, specs, deadline)
                     recordings = [made[digest] for digest in exchange.workers.recordings]
                     self.held_dtypes = exchange.workers.held_dtypes
+                    self.used |= {spec.name for spec in specs} - frozenset.intersection(
+                        *(each.unused for each in recordings)
+                    )
                     self._prove(recordings, deadline)
                     first = first or recordings
                     exchange.workers.let_go(worker_wire.Done())

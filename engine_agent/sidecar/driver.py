@@ -243,8 +243,9 @@ class EngineAgent:
         self._file_resync = FileResync(settings.saved_dir, settings, self._executor) if settings.saved_dir else None
         self._memory_release = MemoryRelease(self._server, self._events.put, self._records.read)
         self._prerecorder = Prerecorder(
-            settings, self._server, lambda: self._view, self._events.put, self._executor.remember_layout
-        )
+            settings, self._server, lambda: self._view, self._events.put, self._executor.remember_layout,
+            note_used=self._executor.left.note_used,
+        )  # fmt: skip
         self._bus: BusClient | None = None
         self._greeted_with: EngineFacts | None = None
         """Facts of the server in the last `Hello`; None if it had never answered."""

@@ -41,6 +41,8 @@ class LeftPart:
     def __init__(self, server: Engine) -> None:
         self._server = server
         self._record = LeftRecord()
+        self._used: tuple[str, frozenset[str], frozenset[str]] = "", frozenset(), frozenset()
+        """A process generation, tensors that its loader was recorded with, and those of them that it keeps."""
         self._predicted: tuple[tuple[str, str], dict[str, tuple[str, ...]] | None] | None = None
 
     def begin(self, layout: Manifest, folder: str, label: str, deadline_s: float) -> None:
@@ -57,8 +59,21 @@ class LeftPart:
             self._server.load_checkpoint(folder, deadline_s)
         self._record.begin(layout.left_names, self._server.facts.identity if layout.left else "")
 
+    def note_used(self, recorded: frozenset[str], used: frozenset[str]) -> None:
+        """The server's loader was recorded with the tensors `recorded`, and loads memory from those `used`."""
+        self._used = self._server.facts.identity, recorded, used
+        self._predicted = None
+
     def require(self, layout: Manifest, label: str) -> None:
-        """Raise `UnfitManifest` where `begin` would have to bring a server back that cannot be."""
+        """Raise `UnfitManifest` where `begin` would have to bring a server back that cannot be.
+
+        Also for a server that was seen to have memory of its own for a copy.
+        """
+        if layout.copies and (apart := sorted(layout.copied.keys() & self._kept_apart)):
+            raise UnfitManifest(
+                f"{apart[0]} follows {layout.copied[apart[0]]}, which alone is sent, and the server keeps memory of its"
+                " own for it, as its loader was recorded: have the trainer send it, too"
+            )
         if layout.left and self._server.drafts and not self._known(layout, label):
             left = ", ".join(sorted(layout.left_names)[:_SHOWN])
             raise UnfitManifest(
@@ -67,12 +82,27 @@ class LeftPart:
                 " draft models: launch the server anew, without speculation, or have the trainer send that part"
             )
 
+    @property
+    def _kept_apart(self) -> frozenset[str]:
+        """Tensors that the server keeps memory for, as far as its loader was recorded."""
+        identity, _, used = self._used
+        return used if identity == self._server.facts.identity else frozenset()
+
+    @property
+    def _unused(self) -> frozenset[str]:
+        """Tensors that the server keeps no memory for, as far as its loader was recorded."""
+        identity, recorded, used = self._used
+        return recorded - used if identity == self._server.facts.identity else frozenset()
+
     def _known(self, layout: Manifest, label: str) -> bool:
         facts = self._server.facts
         return self._record.known(layout.left_names, facts.identity, label, undefined=facts.undefined)
 
     def predicted(self, layout: Manifest, checkpoint: Path) -> dict[str, tuple[str, ...]] | None:
-        """Live digests of the parameters that are left, by the files of `checkpoint`; None if nothing predicts them."""
+        """Live digests of the parameters that are left, by the files of `checkpoint`; None if nothing predicts them.
+
+        Empty where the server was seen to keep nothing of what is left: a prediction layer without speculation.
+        """
         key = (self._server.facts.identity, layout.digest())
         if self._predicted is None or self._predicted[0] != key:
             self._predicted = key, self._predict(layout, checkpoint)
@@ -109,6 +139,9 @@ class LeftPart:
     def _predict(self, layout: Manifest, checkpoint: Path) -> dict[str, tuple[str, ...]] | None:
         algorithm, tp = self._server.digest_algorithm, self._server.tp
         stored = [each for name, each in stored_tensors(checkpoint).items() if layout.leaves(name)]
+        if stored and all(each.spec.name in self._unused for each in stored):
+            return {}
+        stored = [each for each in stored if each.spec.name not in self._unused]
         held = {spec.name: spec for spec in self._server.expected_tensors(checkpoint)}
         if not algorithm or not stored or any(held.get(each.spec.name) != each.spec for each in stored):
             return None  # also where the server holds another dtype than its files

@@ -150,7 +150,8 @@ class OperationExecutor:
         """Identity of a process generation, and the devices of its workers."""
         self._called_off = -1
         """Number of the last operation that was cancelled."""
-        self._left = LeftPart(server)
+        self.left = LeftPart(server)
+        """What versions leave at the server."""
         self._folder = ""
         """The checkpoint that the server was launched with, by its own name."""
         self._believed: Prepare | None = None
@@ -262,8 +263,8 @@ class OperationExecutor:
                 self._believe(command, serving)
                 self._worker_health.look(self._generation)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
-                if layout.left:
-                    self._left.require(layout, self._server.last_label)
+                if layout.left or layout.copies:
+                    self.left.require(layout, self._server.last_label)
                 receiver = self._receivers.get(command.transport.value)
                 return OperationDone(
                     double_buffered=isinstance(receiver, DoubleBuffering) and receiver.can_stage(layout)
@@ -275,7 +276,7 @@ class OperationExecutor:
                 self._stage(command, folder)
             case Receive(command, folder, unknown):
                 if unknown:
-                    self._left.doubt()
+                    self.left.doubt()
                 return self._receive(command, folder, unknown=unknown)
             case Verify(command, checked):
                 proven = self._verify(command, checked=checked)
@@ -409,7 +410,7 @@ class OperationExecutor:
         launched = INCOMPLETE if unknown else self._server.last_label
         self._mark_incomplete(left)
         self._server.resume_weights_memory(min(left, CALL_S))
-        self._left.begin(session.manifest, self._folder, launched, max(until - time.monotonic(), 0.001))
+        self.left.begin(session.manifest, self._folder, launched, max(until - time.monotonic(), 0.001))
         before = receiver.devices if isinstance(receiver, Sized) else ()
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
@@ -425,7 +426,7 @@ class OperationExecutor:
         else:
             self._server.end_update()
         if session.manifest.left and transports.by_name(command.offer.transport).loaded_by is LoadedBy.FILES:
-            self._left.check_files(session.manifest, Path(command.offer.address), self._checkpoint)
+            self.left.check_files(session.manifest, Path(command.offer.address), self._checkpoint)
         self._tell_remark(receiver)
         if isinstance(receiver, Timed):
             for step, seconds in receiver.seconds.items():
@@ -516,15 +517,15 @@ class OperationExecutor:
         if apart is None or apart.issuperset(live.parameters):
             return False, cast
         found = self._server.live_digests(proof_s(layout.nbytes))
-        left = self._left.predicted(layout, self._checkpoint) if layout.left else None
+        left = self.left.predicted(layout, self._checkpoint) if layout.left else None
         compared, whole = live.parameters | (left or {}), not layout.left or left is not None
         try:
             compare(_without(compared, apart), [_without(each, apart) for each in found], whole=whole)
         except WrongWeights:
-            self._left.doubt()
+            self.left.doubt()
             raise
         if left is not None:
-            self._left.note_proven(layout)
+            self.left.note_proven(layout)
         self.proven = self.loads, found
         return True, cast
 
@@ -550,17 +551,18 @@ class OperationExecutor:
 
     def _with_left(self, layout: Manifest, verified_by: str) -> str:
         """`verified_by`, once what `layout` leaves was proven, too; else what says that it could not be."""
-        if not layout.left or self._left.proven(layout):
+        if not layout.left or self.left.proven(layout):
             return verified_by
-        predicted = self._left.predicted(layout, self._checkpoint)
+        predicted = self.left.predicted(layout, self._checkpoint)
         if predicted is None:
             return f"{verified_by}; {UNPROVEN}"
         try:
-            compare(predicted, self._server.live_digests(proof_s(layout.nbytes)), whole=False)
+            if predicted:
+                compare(predicted, self._server.live_digests(proof_s(layout.nbytes)), whole=False)
         except WrongWeights:
-            self._left.doubt()
+            self.left.doubt()
             raise
-        self._left.note_proven(layout)
+        self.left.note_proven(layout)
         return verified_by
 
     @property
@@ -582,7 +584,7 @@ class OperationExecutor:
         if not compared:
             raise WrongWeights("recognize", self._no_digests)
         layout, _ = self._read(held.manifest, held.table, VERIFY_S)
-        if layout.left and not self._left.proven(layout):
+        if layout.left and not self.left.proven(layout):
             raise WrongWeights("recognize", UNPROVEN)
         kept = self.kept
         if cast and (kept is None or (kept.identity, kept.held) != (self._generation, held)):

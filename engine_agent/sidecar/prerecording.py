@@ -52,14 +52,17 @@ class Prerecorder:
         view: Callable[[], ServerView],
         post: Callable[[Noticed], None],
         remember_layout: Callable[[Manifest], None],
+        *,
+        note_used: Callable[[frozenset[str], frozenset[str]], None],
     ) -> None:
         """`view` returns the state of the engine; `post` wakes the thread that waits for `over`.
 
         `remember_layout` gets the manifest of the last version that was copied here, if it may come again, or else the
-        one that the checkpoint suggests.
+        one that the checkpoint suggests. `note_used` gets the names that were recorded with, and those of them that the
+        server loads memory from.
         """
         self._settings, self._server, self._view = settings, server, view
-        self._post, self._remember_layout = post, remember_layout
+        self._post, self._remember_layout, self._note_used = post, remember_layout, note_used
         self._path = settings.state_dir / f"{settings.name}.manifest"
         self._kept = ""
         """Digest of the manifest that the file has."""
@@ -126,6 +129,7 @@ class Prerecorder:
         try:
             models = prerecording.record(tensors, self._settings.name, server, _RECORD_S)
             server.note_held_dtypes(prerecording.held_dtypes)
+            self._note_used(frozenset(spec.name for spec in tensors), prerecording.used)
         finally:
             self._prerecording = None
             if not prerecording.pending:  # else that would wait behind it, and requests behind both

@@ -211,11 +211,11 @@ def test_another_left_part_is_noticed_and_brought_back(folder: Path) -> None:
     """The version is not verified; before the next one the launch checkpoint is loaded (N64)."""
     server, left = Server(folder, found=fused(folder)), layout(folder, LEFT)
     made = executor(folder, server)
-    made._left.begin(left, "m", "default", 1.0)
+    made.left.begin(left, "m", "default", 1.0)
     server.found = server.found | {f"{LEFT}mlp.down_proj.weight": "0" * 16}
     with pytest.raises(WrongWeights, match=r"layers\.0\.mlp\.down_proj\.weight"):
         made._with_left(left, "live-digest")
-    made._left.begin(left, "m", f"{INCOMPLETE}default", 1.0)
+    made.left.begin(left, "m", f"{INCOMPLETE}default", 1.0)
     assert server.loaded == ["m"]
 
 
@@ -239,10 +239,10 @@ def test_sent_and_left_are_compared_together(folder: Path, wrong: str, monkeypat
         server.found = found | {name: "2"}
         with pytest.raises(WrongWeights, match=name):
             made._compared(HELD)
-        assert not made._left.proven(left)
+        assert not made.left.proven(left)
     else:
         assert made._compared(HELD) == (True, frozenset())
-        assert made._left.proven(left)
+        assert made.left.proven(left)
     assert server.asked == 1
 
 
@@ -294,7 +294,7 @@ def test_after_memory_was_given_back_the_left_part_is_loaded_and_proven_anew(
         left = layout(folder, LEFT)
         first = server.identify()
         server.pin(first.identity)
-        made._left.begin(left, str(folder), first.label, 5.0)
+        made.left.begin(left, str(folder), first.label, 5.0)
         assert made._with_left(left, "live-digest") == "live-digest"
         checked = fake.calls.count("/weights_checker")
         assert made._with_left(left, "live-digest") == "live-digest"
@@ -305,7 +305,7 @@ def test_after_memory_was_given_back_the_left_part_is_loaded_and_proven_anew(
         server.resume_weights_memory()
         if not loaded:
             monkeypatch.setattr(server, "load_checkpoint", lambda *_: None)
-        made._left.begin(left, str(folder), first.label, 5.0)
+        made.left.begin(left, str(folder), first.label, 5.0)
         if loaded:
             assert made._with_left(left, "live-digest") == "live-digest"
             assert fake.calls.count("/update_weights_from_disk") == 1
@@ -316,3 +316,32 @@ def test_after_memory_was_given_back_the_left_part_is_loaded_and_proven_anew(
     finally:
         server.close()
         fake.stop()
+
+
+def test_what_a_server_keeps_no_memory_of_needs_no_proof(folder: Path) -> None:
+    """A prediction layer without speculation, as the loader was recorded: nothing is asked, of any family (N64)."""
+    server, left = Server(folder, digest_algorithm=""), layout(folder, LEFT)
+    names = frozenset(load_file(folder / "model.safetensors"))
+    made = executor(folder, server)
+    assert made._with_left(left, "bucket-digest") == f"bucket-digest; {UNPROVEN}"
+    made.left.note_used(names, frozenset(name for name in names if not name.startswith(LEFT)))
+    assert made._with_left(left, "bucket-digest") == "bucket-digest"
+    assert (server.asked, made.left.proven(left)) == (0, True)
+    made.left.note_used(names, names)
+    assert made.left.predicted(left, folder) is None, "a draft model keeps it"
+    made.left.note_used(names, frozenset())
+    server.facts = SimpleNamespace(identity="b", undefined=False)
+    assert made.left.predicted(left, folder) is None, "it was another launch that was recorded"
+
+
+def test_a_copy_that_a_server_keeps_apart_is_refused(folder: Path) -> None:
+    """It would not follow: only the tensor that it is a copy of is sent (N64)."""
+    of, name = "model.norm.weight", f"{LEFT}input_layernorm.weight"
+    part, plain = LeftPart(cast("Any", Server(folder))), layout(folder, LEFT)
+    left = Manifest.of(plain.model, plain.tensors, left=plain.left, copies=[Copy(name, of)])
+    part.require(left, "default")
+    part.note_used(frozenset({name, of}), frozenset({of}))
+    part.require(left, "default")
+    part.note_used(frozenset({name, of}), frozenset({name, of}))
+    with pytest.raises(UnfitManifest, match=r"input_layernorm.*keeps memory of its own.*have the trainer send it"):
+        part.require(left, "default")

@@ -77,7 +77,7 @@ TRANSFER = Transfer(
     deadline_s=600.0,
 )
 HELD = HeldVersion(version=TRANSFER.version, manifest=TRANSFER.manifest, table=TRANSFER.table)
-WHOLE = SimpleNamespace(left=(), left_names=frozenset())
+WHOLE = SimpleNamespace(left=(), left_names=frozenset(), copies=(), copied={})
 """A layout that leaves nothing."""
 PREPARE = Prepare(
     channel=Channel("c"),
@@ -833,7 +833,7 @@ def test_a_server_that_another_party_changed_is_not_as_launched(*, unknown: bool
     """Whatever its label says and an earlier proof said: what a version leaves was changed, too (N57, N64, F39)."""
     made, _, _ = marked("default")
     begun: list[str] = []
-    made._left = cast(
+    made.left = cast(
         "Any",
         SimpleNamespace(
             begin=lambda _layout, _folder, label, _left: begun.append(label), doubt=lambda: begun.append("doubted")

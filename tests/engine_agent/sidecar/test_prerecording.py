@@ -46,6 +46,7 @@ class Stage:
     fake: Launched
     asked: list[tuple[TensorSpec, ...]]
     foreseen: list[Manifest] = dataclasses.field(default_factory=list[Manifest])
+    used: list[tuple[frozenset[str], frozenset[str]]] = dataclasses.field(default_factory=list)
     paused: bool = False
     record_ahead: bool = True
 
@@ -59,7 +60,14 @@ class Stage:
         server.identify()
         posted: list[Noticed] = []
         view = cast("ServerView", type("Seen", (), {"paused": self.paused, "checkpoint": server.facts.model_path}))
-        made = Prerecorder(settings, server, lambda: view, posted.append, self.foreseen.append)
+        made = Prerecorder(
+            settings,
+            server,
+            lambda: view,
+            posted.append,
+            self.foreseen.append,
+            note_used=lambda *found: self.used.append(found),
+        )
         with capture_logs() as logs:
             made.carry_out()
         assert made.over
@@ -321,8 +329,8 @@ def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: p
     lives: list[Prerecorder] = []
     made, plain = Prerecorder.__init__, rehearsal.Prerecording.record
 
-    def begin(self: Prerecorder, *arguments: Any) -> None:
-        made(self, *arguments)
+    def begin(self: Prerecorder, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
         lives.append(self)
         if when == "before":
             self.close()

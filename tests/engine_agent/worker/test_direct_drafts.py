@@ -10,10 +10,11 @@ import torch
 
 from weightbus.dataplane.errors import DataplaneError, DigestMismatch, PeerLost
 from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.transports.plan_exchange import Prerecording
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 
-from ...kit.toy_direct import SPECS, ToyShard, World, holds
+from ...kit.toy_direct import SPECS, WAIT_S, ToyShard, World, holds
 
 NEXT = TensorSpec("next", "bfloat16", (8, 8))
 
@@ -103,3 +104,13 @@ def test_a_server_that_skips_its_draft_model_is_not_waited_for(world: World) -> 
     world.server.draft_models = [[] for _ in world.server.models]
 
     assert world.round().checked
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_recording_tells_what_no_model_keeps(world: World, *, drafts: bool) -> None:
+    """A prediction layer without its draft model: nothing of it can change, and nothing has to be proven (N64)."""
+    if not drafts:
+        world.server.draft_models = [[] for _ in world.server.models]
+    made = Prerecording(world.runtime)
+    made.record((*SPECS, NEXT), "e", world.server, WAIT_S)  # type: ignore[arg-type]
+    assert made.used == {spec.name for spec in ((*SPECS, NEXT) if drafts else SPECS)}
