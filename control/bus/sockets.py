@@ -678,10 +678,11 @@ class _KeyCheck:
             with contextlib.suppress(WeightbusError):
                 known[read_public_key(path)] = path.stem
         name = known.get(key, "")
-        found = f"{name!r}, whose key has the fingerprint" if name else "the key of fingerprint"
+        shown = fingerprint(key)
+        found = f"{name!r}, whose key has the fingerprint {shown}," if name else f"the key of fingerprint {shown}"
         where = "" if name else " once its NAME.pub is in the folder of agents' keys"
         return (
-            f"{found} {fingerprint(key)}, is not trusted: run `weightbus trust add {name or 'NAME'} --role ROLE"
+            f"{found} is not trusted: run `weightbus trust add {name or 'NAME'} --role ROLE"
             f" --channels CHANNEL` here{where}"
         )
 

@@ -844,7 +844,7 @@ class Channel:
         found = self.committed.version if self.committed else None
         return Decision(
             RefusalCode.VERSION_NOT_NEWER,
-            f"found version {version}, committed is {found}: publish a higher one, or say rollback",
+            f"found version {version}, committed is {found}: publish a higher one, or go back with rollback=True",
         )
 
     def _may_begin(self, message: Publish, missing: str, routes: Mapping[AgentId, Route]) -> Decision:  # noqa: PLR0911  # a list of reasons

@@ -374,7 +374,9 @@ def _not_by_key(message: Hello, principal: Principal) -> str:
     if principal.name != message.agent:
         return f"the connection's key is {principal.name!r}'s, not {message.agent!r}'s"
     if principal.role is not message.role:
-        return f"{message.agent!r} is trusted as {principal.role.value}, not as {message.role.value}"
+        found = f"{message.agent!r} is trusted as {principal.role.value}, not as {message.role.value}"
+        added = f"`weightbus trust add NAME --role {message.role.value} --channels {message.channel}`"
+        return f"{found}: name the agent that is with --name, or make it by `weightbus keygen NAME` and {added}"
     if not principal.covers(message.channel):
         found = f"{message.agent!r} is trusted in {', '.join(principal.channels)}, not in {message.channel!r}"
         channels = ",".join((*principal.channels, message.channel))

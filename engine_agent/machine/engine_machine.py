@@ -775,7 +775,7 @@ def _changed(label: str) -> bool:
 
 def _without_record(label: str) -> str:
     """Why a server with this label is unknown, and the remedy."""
-    by = "its sidecar's record is lost, or another party labeled it"
+    by = "its sidecar's record is lost, or another party labeled it" if _changed(label) else "this sidecar is new to it"
     found = "an update of its weights began and did not end" if label.startswith(INCOMPLETE) else f"labeled {label!r}"
     return f"{found}, and nothing is known of it here ({by}): waits for the next version, or a resync"
 

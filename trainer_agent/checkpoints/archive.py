@@ -296,6 +296,10 @@ class Saving:
         self._archive.prune(version)
 
 
+_SHOWN: Final = 8
+"""Kept versions that an error names."""
+
+
 def kept_in(save_dir: Path, channel: str, version: int) -> Path:
     """Folder of the kept `version`. Raises `BadCheckpoint`, which names the kept versions, when it is not there."""
     folder = place_of(save_dir, channel, version)
@@ -304,7 +308,9 @@ def kept_in(save_dir: Path, channel: str, version: int) -> Path:
     there = sorted(
         int(path.parent.name.rpartition("-")[2]) for path in folder.parent.glob(f"checkpoint-[0-9]*/{NOTES}")
     )
-    found = f"kept there are {', '.join(map(str, there))}" if there else "no version of this channel is"
+    newest = there[-_SHOWN:]
+    older = f"{len(there) - len(newest)} older ones and " if newest != there else ""
+    found = f"kept there are {older}{', '.join(map(str, newest))}" if there else "no version of this channel is"
     raise BadCheckpoint(folder, f"version {version} is not kept (any more), {found}: name a folder with --checkpoint")
 
 

@@ -44,11 +44,12 @@ def refusal(version: int, history: Sequence[PastStatus], kept: SavedVersion | No
     if version in known:
         return ""
     if len(history) >= MAX_HISTORY:
+        numbers = [past.version for past in history]
         if kept is not None and kept.notes.epoch < history[0].epoch:
             return ""
         return (
             f"it is not among the last {len(history)} committed versions, which the coordinator remembers"
-            f" ({history[0].version} to {current}), and its folder has no notes of an earlier epoch that prove its"
+            f" ({min(numbers)} to {max(numbers)}), and its folder has no notes of an earlier epoch that prove its"
             " commit: name the folder of versions that a trainer kept with --save-dir"
         )
     names = ", ".join(map(str, known)) or "none"

@@ -40,7 +40,8 @@ class EnginesMissing(TrainerError):
         """`problem`: why the coordinator could not be asked at last; empty if it could."""
         self.wanted, self.there, self.missing = wanted, there, missing
         others = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-        why = problem or (f"not ready: {others}" if others else "no other has joined the channel")
+        none = "no other has joined the channel: start `weightbus engine-agent` for it beside each server"
+        why = problem or (f"not ready: {others}" if others else none)
         super().__init__(
             f"{len(there)} of {wanted} engines were there after {waited_s:g} s ({', '.join(there) or 'none'}); {why}."
             " See `weightbus status` and the logs of the engine agents"

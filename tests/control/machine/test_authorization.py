@@ -96,10 +96,11 @@ def test_every_message_of_every_role(message: ToCoordinator, role: Role, keys: b
 @pytest.mark.parametrize("key_role", list(Role))
 @pytest.mark.parametrize("role", list(Role))
 def test_the_key_decides_the_role(role: Role, key_role: Role) -> None:
-    """A Hello that claims another role than its key's is refused: an engine's key never makes a trainer (S4)."""
+    """A Hello of another role than its key's is refused, with a way out: an engine's key never makes a trainer (S4)."""
     world = World()
     answers = say(world, hello_of(role), Principal(AgentId("x"), key_role, (CHANNEL,)))
     assert not_allowed(answers) is (role is not key_role)
+    assert ("`weightbus keygen NAME`" in str(answers)) is (role is not key_role)
     assert len(world.machine.membership) == (role is key_role)
 
 

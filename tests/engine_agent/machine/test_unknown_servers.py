@@ -93,6 +93,17 @@ def test_without_a_record_a_labeled_server_is_unknown(label: str) -> None:
     assert world.machine.view().health is CLEAN
 
 
+def test_a_server_that_comes_after_its_sidecar_s_first_command_waits() -> None:
+    """The sidecar is new to it: no record is said to be lost, and no other party to have labeled it (N58)."""
+    world = World(up=False)
+    world.abort(3)
+    world.found("first", "default")
+    assert world.machine.view().health is PENDING
+    assert (
+        "labeled 'default', and nothing is known of it here (this sidecar is new to it)" in world.machine.view().reason
+    )
+
+
 def test_without_a_record_a_server_with_its_launch_label_serves() -> None:
     """No sidecar has ever begun to change it: it is not even looked at (N58)."""
     world = World()

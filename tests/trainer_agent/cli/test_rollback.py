@@ -11,9 +11,11 @@ from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.channel import MAX_HISTORY
 from weightbus.control.machine.status import PastStatus
-from weightbus.dataplane.transports.disk.checkpoint_files import Notes
+from weightbus.dataplane.transports.disk.checkpoint_files import NOTES, Notes
 from weightbus.dataplane.transports.disk.saved_version import SavedVersion
+from weightbus.trainer_agent.checkpoints.archive import kept_in
 from weightbus.trainer_agent.cli.rollback import other_version, refusal
+from weightbus.trainer_agent.machine.errors import BadCheckpoint
 
 from .test_watcher import Scene, write
 
@@ -50,6 +52,7 @@ def test_a_version_older_than_the_history_is_proven_by_the_files_that_were_kept_
         said = refusal(3, history, files)
         assert "never committed" not in said
         assert "the last 64 committed versions" in said
+        assert "(1000 to 1063)" in said
         assert "--save-dir" in said
     assert "never committed" in refusal(3, history[1:], kept(epoch=2)), "the history is complete"
 
@@ -168,3 +171,20 @@ def test_a_version_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["rollback", "yesterday", "--channel", "c", "--checkpoint", "x"])
     assert "'yesterday' is not a version" in capsys.readouterr().err
+
+
+def test_after_going_back_the_remembered_range_is_that_of_the_numbers() -> None:
+    """The last version of the history is not its highest."""
+    history = [PastStatus(1000 + each, 50 + each, rollback=False) for each in range(MAX_HISTORY - 1)]
+    back = [*history, PastStatus(1001, 50 + MAX_HISTORY, rollback=True)]
+    assert "(1000 to 1062)" in refusal(3, back)
+
+
+def test_many_kept_versions_are_not_all_listed(tmp_path: Path) -> None:
+    """The newest are named, and how many others there are."""
+    for version in range(1, 21):
+        folder = tmp_path / "policy" / f"checkpoint-{version}"
+        folder.mkdir(parents=True)
+        (folder / NOTES).write_text("{}")
+    with pytest.raises(BadCheckpoint, match=r"kept there are 12 older ones and 13, 14, .*, 20: name a folder"):
+        kept_in(tmp_path, "policy", 30)

@@ -166,6 +166,11 @@ def test_the_wait_by_itself(deployment: Deployment) -> None:
     timer.join()
 
 
+def test_a_wait_to_which_none_has_come_says_what_to_start() -> None:
+    """The next command, where no engine could name its reason."""
+    assert "start `weightbus engine-agent` for it beside each server" in str(EnginesMissing(1, 20.0, (), {}))
+
+
 def _told(deployment: Deployment, name: str) -> bool:
     assert deployment._service is not None
     channel = deployment._service.server.status.channels["c"]
