@@ -6,9 +6,7 @@ It is made as a publication makes it: the tensors of a source, quantized as the 
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -109,11 +107,7 @@ def _as_sent(  # noqa: PLR0917  the arguments of `planned_version`
     if kind is SourceKind.MEGATRON:
         named = main_dtype(trained)
         asked, known = DTYPES[named] if named else None, folder if has_files(folder) else None
-    dtypes, found = TensorDtypes(asked, known), None
-    if dtypes.dtype and any(each.dtype in _FLOATS and each.dtype != dtypes.dtype for each in trained):
-        with contextlib.suppress(ImportError, RuntimeError):  # as for a trainer that has no transformers
-            importlib.import_module("transformers")
-        found = transformers_class(model)
+    dtypes, found = TensorDtypes(asked, known), transformers_class(model)
     cast = None if kind is SourceKind.MEGATRON else dtypes.dtype
     return [
         msgspec.structs.replace(each, dtype=dtypes.of(each.name, cast_dtype(found, each.name, each.dtype, cast)))
