@@ -315,7 +315,8 @@ class SqliteJournal:
         except BaseException:
             self._db.close()
             raise
-        self._mine, self._log_bytes = self._files(), _size(self._log)
+        self._mine = self._files()
+        self._bytes = {each: _size(each) for each in (self._path, self._log)}
         self._warn_of_new_journal(found)
 
     def _open(self) -> None:
@@ -387,14 +388,15 @@ class SqliteJournal:
         if self._files() != self._mine:
             problem = "was removed or replaced while it was written to: what was written since is not to be found"
             raise JournalError(self._path, problem, _ADVICE_ON_REPLACED_JOURNAL)
-        try:
-            size = _size(self._log)
-        except OSError as error:
-            raise self._not_seen(self._log, error) from error
-        if size < self._log_bytes:
-            problem = f"was cut while it was written to: {self._log} had {self._log_bytes} bytes, and has {size}"
-            raise JournalError(self._path, problem, _ADVICE_ON_REPLACED_JOURNAL)
-        self._log_bytes = size  # SQLite writes it from the front again, and never shortens it
+        for file, before in self._bytes.items():
+            try:
+                size = _size(file)
+            except OSError as error:
+                raise self._not_seen(file, error) from error
+            if size < before:
+                problem = f"was cut while it was written to: {file} had {before} bytes, and has {size}"
+                raise JournalError(self._path, problem, _ADVICE_ON_REPLACED_JOURNAL)
+            self._bytes[file] = size  # SQLite writes the log from the front again, and shortens neither
 
     def _files(self) -> list[tuple[int, int] | None]:
         """Device and inode of the journal and of its log."""

@@ -323,7 +323,9 @@ class RecordDisk:
                 self._replace(record)
 
     def read(self, process: Process) -> StateRecord | None:
-        """What a new life finds. It has no lock before the last one is gone, which waits for its write."""
+        """What a new life finds. It has no lock before the last one is gone, which waits for its call to the disk."""
+        if self._hung is not None and self._rng.random() < 0.5:  # that was not the last call of the write
+            self._hung = None
         self.goes_on()
         try:
             found = self._file.read()

@@ -347,22 +347,21 @@ def _with_hung_disks(drawn: Scenario) -> Scenario:
 
 
 def _with_hung_records(drawn: Scenario) -> Scenario:
-    """A disk with an engine's record that hangs, mostly as a transfer is about to begin. By its own dice."""
+    """A disk with an engine's record that hangs as a transfer is about to begin, in which its agent may die.
+
+    By its own dice.
+    """
     rng = random.Random(f"weightbus-hung-record-{drawn.seed}")
     if rng.random() >= 0.1:
         return drawn
-    faults = [*drawn.faults]
-    for _ in range(rng.choice((1, 2))):
-        at, engine = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(drawn.engines).name
-        lasts, moment = rng.choice((3.0, 8.0, 20.0)), rng.choice(("pausing", "preparing", "verifying", ""))
-        faults.append(Fault(at=at, kind="disk-hang", target=engine, lasts=lasts, moment=moment))
-        if rng.random() < 0.5:  # its agent dies meanwhile; what hung may be on the disk then
-            at, moment = at + rng.uniform(0.1, lasts), rng.choice(("", "transferring"))
-            faults.append(
-                Fault(at=min(at, drawn.calm_from - 0.5), kind="kill", target=engine, lasts=0.5, moment=moment)
-            )
+    at, engine = rng.uniform(4.0, 9.0), rng.choice(drawn.engines).name
+    alone = rng.random() < 0.7  # no other fault repairs the engine before it goes on
+    faults = [each for each in drawn.faults if each.at < at or not alone]
+    hang = Fault(at=at, kind="disk-hang", target=engine, lasts=rng.choice((3.0, 20.0, 20.0)), moment="preparing")
+    died = Fault(at=at, kind="trap", target=engine, lasts=0.5, count=rng.choice((2, 3)), moment="transferring")
+    faults += [hang, msgspec.structs.replace(died, point="call", where="after")]  # the record hung, and may be lost
     found = sorted(faults, key=lambda each: each.at)
-    return msgspec.structs.replace(drawn, faults=tuple(found))
+    return msgspec.structs.replace(drawn, faults=tuple(found), calm_from=max(drawn.calm_from, at + 20.0))
 
 
 def _with_unheard_answers(drawn: Scenario) -> Scenario:

@@ -308,15 +308,16 @@ def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, repl
     journal.close()
 
 
-def test_a_log_that_is_cut_in_place_is_noticed(tmp_path: Path) -> None:
-    """Nothing more is acknowledged once records of the `-wal` are gone (A2, F28)."""
+@pytest.mark.parametrize(("name", "left"), [("j-wal", 4096), ("j-wal", 0), ("j", 4096), ("j", 0)])
+def test_a_file_that_is_cut_in_place_is_noticed(tmp_path: Path, name: str, left: int) -> None:
+    """Nothing more is acknowledged once records of the `-wal`, or of the main file, are gone (A2, F28)."""
+    SqliteJournal(tmp_path / "j").close()  # so that the main file holds something
     journal = SqliteJournal(tmp_path / "j")
     journal.write(taken(1))
-    os.truncate(tmp_path / "j-wal", 4096)
+    os.truncate(tmp_path / name, left)
     for act in (journal.check, lambda: journal.write(taken(2))):
         with pytest.raises(JournalError, match="was cut while it was written to"):
             act()
-    journal.close()
 
 
 def test_a_commit_that_is_disowned_leaves_nothing(tmp_path: Path) -> None:
