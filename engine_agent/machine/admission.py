@@ -97,9 +97,9 @@ def admit(bounds: VersionBounds, view: ServerView, now: float, trouble: str = ""
         return Admission(AdmissionVerdict.UNCLEAN, (), waited)
     if all(bounds.allow(version) for version in found) and (bounds.most is None or view.settled):
         return Admission(AdmissionVerdict.ADMITTED, found)
-    coming = f", and version {found[1]} is coming" if len(found) > 1 else ""
-    coming = coming or ("" if view.settled else ", and is in a round")
-    return Admission(AdmissionVerdict.OUT_OF_BOUNDS, found, f"holds {version_name(found[0])}{coming}")
+    held, *coming = found
+    more = f", and version {coming[0]} is coming" if coming else "" if view.settled else ", and is in a round"
+    return Admission(AdmissionVerdict.OUT_OF_BOUNDS, found, f"holds {version_name(held)}{more}")
 
 
 def version_name(version: Version | None) -> str:

