@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from weightbus.control.protocol import HeldVersion
+from weightbus.control.protocol.messages import Channel, Digest, Epoch, Policy, Prepare, TransportKind, Version
 from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.tensors import Copy, Left, LiveDigests, Manifest, StoredTensor, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import UnfitManifest, WrongWeights
-from weightbus.engine_agent.machine import INCOMPLETE
+from weightbus.engine_agent.machine import INCOMPLETE, OperationDone, OperationFailed, Validate
 from weightbus.engine_agent.sidecar.left_part import UNPROVEN, LeftPart
 from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor
 
@@ -345,3 +346,21 @@ def test_a_copy_that_a_server_keeps_apart_is_refused(folder: Path) -> None:
     part.note_used(frozenset({name, of}), frozenset({name, of}))
     with pytest.raises(UnfitManifest, match=r"input_layernorm.*keeps memory of its own.*have the trainer send it"):
         part.require(left, "default")
+
+
+def test_a_speculating_server_refuses_before_it_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At `Prepare`: an earlier version may have sent what this one leaves, and no draft model is loaded again (N64)."""
+    quiet = {name: lambda *_: None for name in ("pin", "answers")}
+    server = Server(folder, drafts=True, last_label="3", **quiet)
+    made = executor(folder, server)
+    monkeypatch.setattr(made, "_fit", lambda *_: (layout(folder, LEFT), None))
+    command = Prepare(
+        channel=Channel("c"), epoch=Epoch(3), version=Version(5), manifest=Digest("a" * 64), table=Digest("b" * 64),
+        transport=TransportKind.DIRECT, policy=Policy(), deadline_s=1.0,
+    )  # fmt: skip
+    refused = made.perform(Validate(command, str(folder)))
+    assert isinstance(refused, OperationFailed)
+    assert "launch the server anew" in refused.reason
+    assert not refused.by_server
+    server.last_label = "default"
+    assert isinstance(made.perform(Validate(command, str(folder))), OperationDone)
