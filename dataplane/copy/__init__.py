@@ -11,6 +11,7 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from .box_digests import (
         PACKED_ALIGNMENT as PACKED_ALIGNMENT,
+        Assembly as Assembly,
         BoxTable as BoxTable,
         Lanes as Lanes,
         PackedBoxes as PackedBoxes,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Final, Self
 
 import numpy as np
@@ -54,6 +55,7 @@ from .copy_table import (
 WORD_BYTES: Final = 8
 
 Lanes = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +228,64 @@ def unpack_boxes(boxes: Shards, index: int, buffer: bytes, source: str) -> Itera
         yield TensorPart(source, cut, data.reshape(*shard.box.shape, item))
 
 
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """How tensors are assembled, one behind another, from the buffers that several processes packed.
+
+    It depends on the layout alone and is computed once; then no tensor costs a call.
+    """
+
+    bounds: Column
+    """(tensors + 1,): where each begins in the assembled bytes, and where the last one ends."""
+    taken: tuple[Places, ...]
+    """By process, (bytes,): the bytes of its buffer that are parts of the tensors; and their places, as many."""
+    places: tuple[Places, ...]
+
+    @classmethod
+    def of(cls, packs: Sequence[Shards], indexes: Sequence[int]) -> Self:
+        """The assembly of the tensors `indexes` from what each process packed as `packs`."""
+        tensors = packs[0].tensors
+        bounds = np.cumsum([0, *(tensors[index].nbytes for index in indexes)], dtype=np.int64)
+        begins = dict(zip(indexes, bounds.tolist(), strict=False))
+        taken: list[Places] = []
+        places: list[Places] = []
+        for pack in packs:
+            rows = [row for row, index in enumerate(pack.boxes.space.tolist()) if index in begins]
+            pairs = [_bytes_of(pack, row, begins[int(pack.boxes.space[row])]) for row in rows]
+            taken.append(np.concatenate([np.zeros(0, np.int32), *(one for one, _ in pairs)]))
+            places.append(np.concatenate([np.zeros(0, np.int32), *(other for _, other in pairs)]))
+        return cls(bounds, tuple(taken), tuple(places))
+
+    def run(self, buffers: Sequence[bytes]) -> Bytes | None:
+        """The packed bytes of all tensors; None where two places differ in a byte that both hold."""
+        whole = np.zeros(int(self.bounds[-1]), np.uint8)
+        parts = [
+            (places, np.frombuffer(buffer, np.uint8)[taken])
+            for places, taken, buffer in zip(self.places, self.taken, buffers, strict=True)
+        ]
+        for places, part in parts:
+            whole[places] = part
+        return whole if all(np.array_equal(whole[places], part) for places, part in parts) else None
+
+    def digests(self, buffers: Sequence[bytes]) -> bytes | None:
+        """The digests of all tensors, 16 bytes each; None where `run` gives none."""
+        whole = self.run(buffers)
+        return None if whole is None else integrity.digest_tensors(_as_torch(whole), self.bounds.tolist())
+
+
+def _as_torch(whole: Bytes) -> torch.Tensor:
+    return torch.from_numpy(whole)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _bytes_of(pack: Shards, row: int, begin: int) -> tuple[Places, Places]:
+    """Of one packed box: its bytes in the buffer, and their places where the tensor's bytes begin at `begin`."""
+    shard, spec = pack.at(row), pack.tensors[int(pack.boxes.space[row])]
+    item = spec.nbytes // max(1, prod(spec.shape))
+    cut = tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))
+    places = np.arange(begin, begin + spec.nbytes, dtype=np.int32).reshape(*spec.shape, item)[cut].reshape(-1)
+    return np.arange(shard.view.offset, shard.view.offset + len(places), dtype=np.int32), places
+
+
 def digest_from_parts(packs: Sequence[Shards], index: int, buffers: Sequence[bytes], source: str) -> bytes:
     """The digest of tensor `index` from the buffers that several processes packed; every place must agree.
 
@@ -258,5 +318,4 @@ def assemble_tensor(spec: TensorSpec, parts: Sequence[TensorPart]) -> Bytes:
 
 def digest_packed_tensor(whole: Bytes) -> bytes:
     """The digest of one packed tensor, 16 bytes."""
-    memory = torch.from_numpy(whole)  # pyright: ignore[reportUnknownMemberType]
-    return integrity.digest_tensors(memory, (0, len(whole)))
+    return integrity.digest_tensors(_as_torch(whole), (0, len(whole)))

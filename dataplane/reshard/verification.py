@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from ..copy import (
+    Assembly,
     BoxTable,
     CopyTable,
     Lanes,
@@ -129,9 +130,21 @@ class Verification:
         digests = integrity.finish_digests(totals, self._sizes)
         if not agreed or digests != reading.of(table.tensors):
             self._explain(table, lanes)
+        if self.odd:
+            self._verify_odd(table, odd)
+
+    @cached_property
+    def _assembly(self) -> Assembly:
+        return Assembly.of([rank.odd_shards for rank in self.ranks], self.odd)
+
+    def _verify_odd(self, table: DigestTable, odd: Sequence[bytes]) -> None:
+        expected = np.frombuffer(table.tensors, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[list(self.odd)]
+        if self._assembly.digests(odd) == expected.tobytes():
+            return
         packs = [rank.odd_shards for rank in self.ranks]
         for index in self.odd:
             self._compare(table, index, digest_from_parts(packs, index, odd, "worker"))
+        raise AssertionError("odd boxes that are not what they must be, and no tensor that is wrong")
 
     def _explain(self, table: DigestTable, lanes: Sequence[Lanes]) -> None:
         """Raise for the first box that differs between workers, or the first tensor that differs from the table."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
+from weightbus.dataplane.copy.box_digests import pack_boxes
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import DigestMismatch, TransferFailed
 from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
@@ -149,3 +152,55 @@ def test_a_tensor_that_is_held_twice_is_refused_for_its_narrower_dtype() -> None
     trace = verifiable_trace(LoadTrace(0, tuple(targets), Shards.of([spec], shards, rank=0)))
     with pytest.raises(TransferFailed, match="from float32 to float16"):
         check_ranges(trace)
+
+
+ODD = (TensorSpec("a", "float32", (3,)), TensorSpec("b", "bfloat16", (4, 3)), TensorSpec("c", "float32", (2, 3, 1)))
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_is_wrong_in_boxes_that_are_no_whole_words_is_named(data: st.DataObject) -> None:
+    """Any byte of any worker, where rows lie with one of them or with several, in any order, beside other tensors'."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 100)))
+    values = [rng.integers(0, 256, (*spec.shape, spec.nbytes // math.prod(spec.shape)), np.uint8) for spec in ODD]
+    workers = data.draw(st.integers(1, 3))
+    odd = data.draw(st.sampled_from([(0, 1, 2), (0, 2), (1,)]))
+    ranks, buffers = [], []
+    for worker in range(workers):
+        held = [(index, row) for index, spec in enumerate(ODD) for row in range(spec.shape[0])]
+        held = [each for each in held if worker == each[1] % workers or data.draw(st.booleans())]
+        boxes = []
+        for index, row in data.draw(st.permutations(held)):
+            start, stop = (row, *(0 for _ in ODD[index].shape[1:])), (row + 1, *ODD[index].shape[1:])
+            view = ShardView(0, 0, tuple(0 for _ in start))
+            boxes.append((index, row, Shard(ODD[index].name, Box(start, stop), ODD[index].dtype, view)))
+        shards = Shards.of(ODD, [each for _, _, each in boxes])
+        packed = pack_boxes(shards, np.zeros(len(boxes), np.int64), np.zeros(len(boxes), np.int64))
+        buffer = bytearray(packed.nbytes)
+        for at, (index, row, _) in zip(packed.boxes.offset.tolist(), boxes, strict=True):
+            content = values[index][row].tobytes()
+            buffer[at : at + len(content)] = content
+        places = np.zeros(0, np.int64)
+        ranks.append(RankVerification(cast("Any", None), places, cast("Any", None), packed.boxes, packed.nbytes))
+        buffers.append(buffer)
+    nothing = np.zeros((0, 3), np.int64)
+    proof = Verification(ODD, Boxes(np.zeros(0, np.int64), nothing, nothing), tuple(ranks), odd)
+    table = SimpleNamespace(
+        tensors=b"".join(
+            integrity.digest_tensors(torch.from_numpy(each.reshape(-1).copy()), (0, each.size)) for each in values
+        )
+    )
+    lanes = [np.zeros((2, 0), np.uint64)] * workers
+
+    def verify() -> None:
+        proof.verify(cast("Any", table), lanes, [bytes(each) for each in buffers])
+
+    verify()
+    worker = data.draw(st.integers(0, workers - 1))
+    rows = [row for row, index in enumerate(ranks[worker].odd_shards.boxes.space.tolist()) if index in odd]
+    if rows:
+        row = data.draw(st.sampled_from(rows))
+        shard = ranks[worker].odd_shards.at(row)
+        buffers[worker][shard.view.offset + data.draw(st.integers(0, shard.box.size * 2 - 1))] ^= 1
+        with pytest.raises(DigestMismatch, match=shard.tensor):
+            verify()
