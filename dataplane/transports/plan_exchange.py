@@ -629,9 +629,8 @@ class Prerecording:
                     made = exchange.workers.recorded(asked, specs, deadline)
                     recordings = [made[digest] for digest in exchange.workers.recordings]
                     self.held_dtypes = exchange.workers.held_dtypes
-                    self.used |= {spec.name for spec in specs} - frozenset.intersection(
-                        *(each.unused for each in recordings)
-                    )
+                    for each in recordings:
+                        self.used |= {spec.name for spec in specs} - each.unused
                     self._prove(recordings, deadline)
                     first = first or recordings
                     exchange.workers.let_go(worker_wire.Done())
