@@ -184,6 +184,7 @@ UNWATCHED: Final = frozenset(
         STEP_FAILURES.name,
         CHECKPOINTS.name,
         LOOKS_FAILED.name,
+        ADMISSIONS.name,
         PUBLISHED_VERSION.name,
         PUBLISH_SECONDS.name,
     }

@@ -255,12 +255,13 @@ class World:
             if known is None or not known.alive:
                 return f"{name} has not joined"
             machine = engine.machine
-            if machine is None or machine.health is not known.health:
-                return f"{name} is {machine and machine.health}, and taken for {known.health}"
-            if machine.health is EngineHealth.CLEAN and not self.servers[name].generates:
+            view = machine.view() if machine is not None else None  # a server that another party paused is said pending
+            if view is None or view.health is not known.health:
+                return f"{name} is {view and view.health}, and taken for {known.health}"
+            if view.health is EngineHealth.CLEAN and not self.servers[name].generates:
                 return f"{name} is clean, and does not generate"
-            if machine.health is not EngineHealth.CLEAN and not (machine.reason and not self.servers[name].generates):
-                return f"{name} is {machine.health.value} without a reason, or generates"
+            if view.health is not EngineHealth.CLEAN and not (view.reason and not self.servers[name].generates):
+                return f"{name} is {view.health.value} without a reason, or generates"
         return ""
 
     def _unserved(self) -> str:

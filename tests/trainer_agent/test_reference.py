@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, create_autospec
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from weightbus.trainer_agent.publish.agent import RankZero, TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
 from weightbus.trainer_agent.publish.driver import PublisherContext
 from weightbus.trainer_agent.publish.rank_commands import CommandedRanks
+from weightbus.trainer_agent.rollouts.fleet import Fleet
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
@@ -110,12 +112,19 @@ def megatron(model_chunks: nn.Module, **given: Any) -> Source:
     return HFModuleSource(model_chunks)
 
 
+def fleet(channel: str, **given: Any) -> MagicMock:
+    """Stands for a `Fleet`, which needs servers; the arguments are checked, and those of the methods."""
+    inspect.signature(Fleet).bind(channel, **given)
+    return MagicMock(**{"__enter__.return_value": create_autospec(Fleet, instance=True)})
+
+
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What the examples take for given: a module, its training, a world of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     monkeypatch.setattr(weightbus, "TrainerAgent", ConnectedInMemory, raising=False)
     monkeypatch.setattr(weightbus, "MegatronSource", megatron, raising=False)
+    monkeypatch.setattr(weightbus, "Fleet", fleet, raising=False)
     module = Module()
     train: Callable[[nn.Module], None] = lambda module: module.head.weight.data.add_(1.0)  # noqa: E731
     (tmp_path / "config.json").write_text('{"architectures": ["Module"]}')

@@ -607,12 +607,14 @@ class InPlaceExport:
         """True if the ranks digested it in the last publication."""
         self._prepared = False
         """True if the running publication was prepared, and not exported yet."""
+        self.exported = False
+        """True if the memory was exported in the running publication."""
         self.ready_flags = False
         """True if all engines wait for ready flags."""
 
     def begin(self) -> None:
-        """Begin a publication: nothing is prepared for it."""
-        self._prepared = False
+        """Begin a publication: nothing is prepared for it, nor exported."""
+        self._prepared = self.exported = False
 
     def prepare(self) -> None:
         """Prepare the export, and its digests, if the last publication needed them. Collective."""
@@ -656,6 +658,7 @@ class InPlaceExport:
                 f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "
                 f"where it was when the agent connected: load offloaded parameters back before publishing"
             ) from error
+        self.exported = True
 
     def export_and_digest(self, *, digests: bool) -> bytes | None:
         """Make the memory readable as it is now; return its digests if wanted and possible. Collective."""

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Final, assert_never
 
@@ -586,6 +586,7 @@ class PublicationDriver:
         of, staging = self._context, self._staging
         self._export_before_digests()
         peers, unable = self._peers(effect)
+        self._export_to_latecomers(peers)
         if self.machine.digests_deferred:
             unable |= remove_unable(peers, of.senders)
         table = None if self.machine.digests_deferred else staging.table
@@ -614,6 +615,16 @@ class PublicationDriver:
         finally:
             delivery.offers_received()  # an answer may be lost where the offer was not
         return digested if not self.machine.table else None
+
+    def _export_to_latecomers(self, peers: Iterable[m.TransportKind]) -> None:
+        """Export what the first engines to read the memory came too late for: the version was digested without them.
+
+        Without that they would be sent what was computed from the weights of an earlier publication, and refuse it.
+        """
+        in_place = self._staging.in_place
+        if in_place is not None and not in_place.exported and any(transports.by_name(kind).in_place for kind in peers):
+            with self._watch.phase("digest"):
+                in_place.export()
 
     def _peers(self, effect: ev.StartDelivery) -> tuple[dict[m.TransportKind, list[Peer]], dict[str, str]]:
         """Receivers by transport, and reasons by engine that gets nothing; makes the senders that are missing.

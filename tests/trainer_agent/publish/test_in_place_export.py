@@ -638,3 +638,21 @@ class _Nothing:
 
     def run(self) -> None:
         """A device would."""
+
+
+def test_engines_that_join_once_the_version_is_digested_read_that_version(rig: Rig) -> None:
+    """The lease named one engine, which takes buckets; another, which reads the ranks' memory, joins behind it.
+
+    What it is offered was computed from this version's weights, not from those of the start.
+    """
+    local, direct = rig.coordinator.info(m.TransportKind.LOCAL), rig.coordinator.info(DIRECT)
+    rig.coordinator.engines = {"e0": local}
+    joins = deque([lambda: setattr(rig.coordinator, "engines", {"e0": local, "e1": direct})])
+    rig.coordinator.after[m.Acquire] = joins
+    rig.trainer.step()
+
+    result, happened = rig.publish(1)
+
+    assert result.ending is EndReason.COMMITTED
+    assert happened.index("settled") < happened.index("Offered")
+    assert rig.memory_export.digests() == rig.trainer.digests()
