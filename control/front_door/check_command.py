@@ -105,9 +105,9 @@ class CastEntry(msgspec.Struct, frozen=True):
     """Tensors that are converted, by the trainer before they travel, or by the server once they have come."""
 
     found: str
-    """Dtype in the trainer's checkpoint; of those that the server casts, that in which they travel."""
+    """Dtype in the trainer's checkpoint; of tensors that the server casts, the dtype in which they travel."""
     served: str
-    """Dtype in which they travel; of those that the server casts, that in which it holds them."""
+    """Dtype in which the tensors travel; where the server casts them, the dtype in which it holds them."""
     tensors: int
     names: tuple[str, ...]
     """Some of them."""

@@ -428,7 +428,7 @@ class EngineReport(Fragment, frozen=True):
     verified_by: Text = ""
     """``live-digest``: read back from the server's parameters. ``bucket-digest``: checked before the load.
 
-    A semicolon and what was proven in another way, or not at all, may follow."""
+    A semicolon may follow, and which tensors were proven in another way, or not at all."""
     reason: Text = ""
 
 

@@ -30,9 +30,8 @@ def main() -> int:
     )
     parser.add_argument("--trace", type=int, nargs=2, metavar=("FROM", "TO"), help="print the trace hash of each")
     given = parser.parse_args()
-    logging.getLogger("weightbus").setLevel(
-        logging.CRITICAL
-    )  # what a faulty disk makes the journal say, a thousand times
+    # A faulty disk makes the journal warn a thousand times.
+    logging.getLogger("weightbus").setLevel(logging.CRITICAL)
     if given.seed is not None:
         print(tell(draw(given.seed, setbacks=given.setbacks, times=given.times), lines=sys.maxsize))
         return 0

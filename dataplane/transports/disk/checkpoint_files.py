@@ -165,7 +165,7 @@ class CheckpointWriter:
     def _unsent(self, places: Mapping[str, str]) -> list[StoredTensor]:
         """Tensors of the config's checkpoint that the version does not send: with them the folder is complete.
 
-        Those that it leaves lie there; copies lie in the shards that were written, by `places`.
+        Tensors that the version leaves lie there; copies lie in the shards that were written, by `places`.
         """
         manifest = self._manifest
         try:

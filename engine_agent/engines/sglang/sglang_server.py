@@ -100,9 +100,9 @@ class SGLangServer:
         self._left: deque[str] = deque(maxlen=_LEFT)
         """Groups that must not be joined any more: the thread that joins waits while another one leaves."""
         self._opens = ("", "")
+        """Identity of a process generation, and where memory lies that its workers open."""
         self._held_dtypes: tuple[str, Mapping[str, frozenset[str]]] = "", {}
         """Identity of a process generation, and the dtypes that it holds each served tensor in."""
-        """Identity of a process generation, and where memory lies that its workers open."""
         self._pinned = ""
         self._seen = ("", False)
         """Identity of a process generation, and whether the process behind the port was seen to be the server."""

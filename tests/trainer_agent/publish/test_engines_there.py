@@ -104,7 +104,7 @@ def test_some_are_behind(deployment: Deployment) -> None:
     until(lambda: _told(deployment, "e1"), "the trouble")
     began = time.monotonic()
     report = deployment.publish(1)
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 5.0
     assert report.engines_by(Outcome.COMMITTED) == ("e0",)
     assert "1/2 engines (e1 aborted: has answered nothing)" in report.line()
 
